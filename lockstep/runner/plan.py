@@ -1,0 +1,122 @@
+"""The boundary between scheduler and device: `Plan` in, `StepResult` out, nothing else.
+
+This module imports neither torch nor any other room, so the scheduler can be
+driven by a simulator without a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lockstep.types import SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """How to draw the token that follows a run's last row.
+
+    Attributes:
+        params: the request's sampling parameters.
+        seed: 64-bit seed; `choice`: index of the choice; `position`: index of the
+            output token to be drawn (0 for the first). These three and the token id
+            are all that the random numbers depend on.
+        history: prompt and output ids so far, in order (penalties, bad words);
+            a view of the scheduler's list, valid until the step returns.
+        prompt_len: how many of `history` are prompt.
+        stop_ids: ids that cannot be drawn while position < params.min_tokens.
+        bad_ids: token sequences whose completion is forbidden.
+    """
+
+    params: SamplingParams
+    seed: int
+    choice: int
+    position: int
+    history: Sequence[int]
+    prompt_len: int
+    stop_ids: tuple[int, ...] = ()
+    bad_ids: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRun:
+    """Consecutive tokens of one sequence that a step computes.
+
+    Attributes:
+        sequence: the sequence's number, unique for the engine's life.
+        start: absolute position of the first token.
+        tokens: ids, at least one.
+        pages: one page table per cache group, in the model's group order. Entry i
+            holds positions [i * page_tokens, (i + 1) * page_tokens); -1 where a
+            sliding window no longer needs the page. Covers start + len(tokens) - 1.
+        layers: half-open range of layers that these rows pass through. (0, num_layers)
+            for the trunk. Rows leave after `layers[1] - 1`.
+        source: None when the rows enter at layer `layers[0]` == 0 from the embedding;
+            else the index in the plan of the run whose hidden rows they copy at the
+            entrance of layer `layers[0]` (a fork: the rows double there).
+        logits: how many of the last rows need logits (0 none, 1 the next token,
+            more for prompt logprobs and verification).
+        prompt_targets: for prompt logprobs, the id that follows each of the last
+            `logits` rows, -1 where none is wanted; empty otherwise.
+        sample: how to draw the next token after the last row; None when the
+            prompt is not finished in this step.
+    """
+
+    sequence: int
+    start: int
+    tokens: Sequence[int]
+    pages: tuple[Sequence[int], ...]
+    layers: tuple[int, int]
+    source: int | None = None
+    logits: int = 0
+    prompt_targets: Sequence[int] = ()
+    sample: SampleSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Copy a page of a group before the step computes anything (copy-on-write)."""
+
+    group: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: copies first, then one forward pass over all runs.
+
+    Every row's keys and values of a layer are written before any row of that
+    layer attends, so a run may read pages that another run of the same plan fills.
+    """
+
+    step: int
+    runs: tuple[TokenRun, ...]
+    copies: tuple[PageCopy, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(run.tokens) for run in self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What the device computed for one run, in the plan's order.
+
+    Attributes:
+        token: the drawn id, or None when the run had no SampleSpec.
+        logprob: its logprobs when the request asked for them.
+        prompt_logprobs: one entry per `prompt_targets` that is not -1, in order.
+    """
+
+    token: int | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Results of a plan; `runs` is parallel to `Plan.runs`."""
+
+    step: int
+    runs: tuple[RunResult, ...] = field(default_factory=tuple)

@@ -1,0 +1,310 @@
+"""What goes in and what comes out: a leaf module that every room may import.
+
+Every record here is a frozen dataclass of plain values, so that it crosses the
+process boundary as it is (msgspec encodes dataclasses natively).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+
+class LockstepError(Exception):
+    """Base of every error that Lockstep raises on purpose."""
+
+
+class RequestError(LockstepError, ValueError):
+    """A request that cannot be served as it stands.
+
+    Attributes:
+        field: the name of the offending field, as the client wrote it, or "".
+        code: a short machine-readable reason, e.g. "context_length_exceeded".
+    """
+
+    def __init__(self, message: str, *, field: str = "", code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.field = field
+        self.code = code
+
+
+class ModelError(LockstepError, ValueError):
+    """A model that cannot be loaded: names the file, key or tensor at fault."""
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. The values are the OpenAI wire names where one exists."""
+
+    STOP = "stop"  # an end-of-sequence token, a stop token id or a stop string
+    LENGTH = "length"  # max_tokens, or the model's context is full
+    CANCELLED = "cancelled"  # the client went away or asked for it
+    ERROR = "error"  # the step that computed it failed; `error` says why
+
+
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_CHOICES = 128
+MAX_LOGPROBS = 128
+MAX_SEED = 2**63 - 1
+
+
+def _finite(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name} must be a number, got {value!r}", field=name)
+    bracket = "(" if open_low else "["
+    if math.isnan(value) or value < low or value > high or (open_low and value <= low):
+        raise RequestError(
+            f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}", field=name
+        )
+
+
+def _integer(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, got {value!r}", field=name)
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be in [{low}, {high}], got {value}", field=name)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request samples. Validated on construction; see `docs/sampling.md`.
+
+    Logprobs are those of the model's raw distribution (before penalties,
+    temperature and truncation) unless `logprobs_mode` is "processed".
+
+    Attributes:
+        temperature: 0 means greedy; any finite value >= 0.
+        top_k: 0 or -1 means off.
+        top_p: in [0, 1]; 0 keeps the most probable token only.
+        min_p: in [0, 1]; tokens below min_p times the largest probability are dropped.
+        presence_penalty, frequency_penalty: in [-2, 2], over generated tokens (OpenAI).
+        repetition_penalty: > 0, over prompt and generated tokens (CTRL, Keskar et al. 2019).
+        logit_bias: token id -> value in [-100, 100] added to its logit.
+        bad_words: texts never generated (as the tokenizer writes them, with and
+            without a leading space).
+        max_tokens: None means up to the context's end; 0 means score the prompt only.
+        min_tokens: end-of-sequence and stop ids cannot be drawn before it.
+        stop: texts that end generation; never part of the text unless
+            `include_stop_str_in_output`.
+        seed: None draws one per request; with a seed, equal requests give equal text.
+        n: number of choices; they share the prompt's pages and differ by choice index.
+        logprobs: None, or how many alternatives to report at each generated position.
+        prompt_logprobs: None, or how many alternatives at each prompt position.
+        logprob_token_ids: ids whose exact logprob is reported at every reported position.
+
+    Raises:
+        RequestError: naming the field, the value and the allowed range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                value = (value,)
+            if not isinstance(value, list | tuple) or not all(
+                isinstance(item, str) and item for item in value
+            ):
+                raise RequestError(f"{name} must be non-empty strings, got {value!r}", field=name)
+            object.__setattr__(self, name, tuple(value))
+        for name in ("stop_token_ids", "logprob_token_ids"):
+            ids = getattr(self, name)
+            if not isinstance(ids, list | tuple):
+                raise RequestError(f"{name} must be a list of token ids, got {ids!r}", field=name)
+            for item in ids:
+                _integer(name, item, 0, 2**31 - 1)
+            object.__setattr__(self, name, tuple(ids))
+        _finite("temperature", self.temperature, 0.0, 1e6)
+        _finite("top_p", self.top_p, 0.0, 1.0)
+        _finite("min_p", self.min_p, 0.0, 1.0)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _finite("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _finite("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _finite("repetition_penalty", self.repetition_penalty, 0.0, 1e3, open_low=True)
+        if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
+            raise RequestError(
+                f"logit_bias must map at most {MAX_LOGIT_BIAS_ENTRIES} token ids to numbers",
+                field="logit_bias",
+            )
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0, 2**31 - 1)
+            _finite("logit_bias", bias, -100.0, 100.0)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+                field="min_tokens",
+            )
+        if self.seed is not None:
+            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        _integer("n", self.n, 1, MAX_CHOICES)
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None:
+                _integer(name, count, 0, MAX_LOGPROBS)
+        if self.logprobs_mode not in ("raw", "processed"):
+            raise RequestError(
+                f"logprobs_mode must be 'raw' or 'processed', got {self.logprobs_mode!r}",
+                field="logprobs_mode",
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most probable token is taken at every position."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that cache alike; a model lists its groups in a fixed order.
+
+    Attributes:
+        name: unique within the model, e.g. "full" or "sliding".
+        kind: how the group caches. "recurrent", "branch" and "activations" are named
+            here so that tables keyed by kind have a place for them.
+        layers: layer indices, ascending.
+        kv_heads, head_dim: shape of one token's keys (and values) in one layer.
+        window: positions a query sees, itself included; None for full attention.
+    """
+
+    name: str
+    kind: Literal["full", "sliding", "recurrent", "branch", "activations"]
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as the engine takes it: token ids, never text.
+
+    Attributes:
+        id: unique among live requests.
+        prompt: token ids, at least one.
+        sampling: validated parameters; `seed` is set (the door draws one if the client did not).
+        stop_ids: end-of-sequence ids of the model (unless ignore_eos) and the client's stop ids.
+        bad_ids: token id sequences never generated, from `sampling.bad_words`.
+        priority: lower runs earlier; equal priorities run in order of arrival.
+        salt: part of the identity of cached prefixes; set by the server, never by a client.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...] = ()
+    bad_ids: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probabilities at one position.
+
+    Attributes:
+        token: the id that stands at the position.
+        logprob: its natural-log probability (float32 value).
+        rank: 1 for the most probable token; ties count the lower id first.
+        top: (id, logprob) of the most probable alternatives, descending, ties by lower id.
+        given: logprobs of `SamplingParams.logprob_token_ids`, in their order.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+    given: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What the engine says about one choice of one request after a step.
+
+    Attributes:
+        request: the request's id.
+        choice: index in [0, n).
+        tokens: ids generated since the last output, in order (may be empty).
+        logprobs: one entry per token in `tokens` when asked for, else empty.
+        prompt_logprobs: sent once, with the first output, one entry per prompt
+            token; the first is None (nothing precedes it).
+        finish: set on the last output of this choice.
+        cached_tokens: prompt tokens taken from the prefix cache when first admitted.
+        error: set when finish is ERROR.
+    """
+
+    request: str
+    choice: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finish: FinishReason | None = None
+    cached_tokens: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One finished choice of a completion."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The whole answer to one request.
+
+    `text`, `token_ids`, `logprobs` and `finish_reason` are those of the first choice.
+    """
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        return self.choices[0].logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.choices[0].finish_reason
