@@ -308,3 +308,53 @@ class Completion:
     @property
     def finish_reason(self) -> FinishReason:
         return self.choices[0].finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a started engine says about itself.
+
+    Attributes:
+        model: the name it was loaded by; `architecture`: e.g. "LlamaForCausalLM".
+        dtype, device, backend, threads: as resolved, never "auto".
+        max_context: most tokens (prompt plus output) of a sequence.
+        pool_tokens: tokens that the page pool can hold at once.
+        fingerprint: hash over everything that fixes the bits; answers carry it.
+        load_seconds: from the start of loading to ready.
+    """
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    backend: str
+    threads: int
+    vocab_size: int
+    num_layers: int
+    max_context: int
+    page_tokens: int
+    pool_tokens: int
+    pool_bytes: int
+    weight_bytes: int
+    fingerprint: str
+    load_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Gauges and counters of an engine; counters only grow."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_used: int = 0  # referenced by live sequences
+    pages_cached: int = 0  # only in the prefix tree, evictable
+    steps: int = 0
+    prompt_tokens: int = 0  # prompt tokens admitted
+    cached_tokens: int = 0  # of these, taken from the prefix tree
+    computed_tokens: int = 0  # rows that went through the model
+    generated_tokens: int = 0
+    preemptions: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0

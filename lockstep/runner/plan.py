@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from lockstep.types import SamplingParams, TokenLogprob
+from lockstep.types import LayerGroup, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +121,28 @@ class StepResult:
 
     step: int
     runs: tuple[RunResult, ...] = field(default_factory=tuple)
+
+
+class Executor(Protocol):
+    """What the engine needs of a runner; a scripted fake satisfies it in tests.
+
+    Attributes:
+        groups: the model's cache groups, in the order of `TokenRun.pages`.
+        num_layers, vocab_size, max_context: of the model.
+        page_tokens, num_slabs, pages_per_slab: geometry of the page pool. Page ids
+            of group g run from 0 to num_slabs * pages_per_slab[g] - 1; slab s holds
+            ids s * pages_per_slab[g] .. (s + 1) * pages_per_slab[g] - 1 of
+            whichever one group owns it at the time.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    num_layers: int
+    vocab_size: int
+    max_context: int
+    page_tokens: int
+    num_slabs: int
+    pages_per_slab: tuple[int, ...]
+
+    def execute(self, plan: Plan) -> StepResult:
+        """Run one step. Raises on failure; then no row of the plan counts as computed."""
+        ...
