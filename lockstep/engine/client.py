@@ -1,0 +1,468 @@
+"""The door's side of an engine process: start it, feed it, notice its death, restart it.
+
+Everything here runs on one asyncio loop and imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from asyncio.subprocess import Process
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from lockstep import messages
+from lockstep.config import ConfigError, EngineConfig
+from lockstep.engine.process import LENGTH
+from lockstep.types import (
+    EngineInfo,
+    EngineStats,
+    LockstepError,
+    ModelError,
+    Request,
+    RequestError,
+    SequenceOutput,
+)
+
+log = logging.getLogger("lockstep.engine")
+
+DEFAULT_FACTORY = "lockstep.engine.loop:Engine.from_config"
+MAX_BACKOFF_SECONDS = 30.0
+CLOSE_SECONDS = 5.0
+
+ProgressCallback = Callable[[str, float], None]
+OutputQueue = asyncio.Queue[SequenceOutput | LockstepError]
+
+
+class EngineUnavailable(LockstepError):
+    """No engine can take or finish a request now.
+
+    Attributes:
+        retry_after: seconds after which trying again makes sense; None when it does not.
+    """
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineStartError(LockstepError):
+    """The engine process ended before it was ready."""
+
+
+class EngineState(StrEnum):
+    """Where the engine process stands."""
+
+    NEW = "new"
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    CLOSED = "closed"
+
+
+class EngineClient:
+    """One engine process as seen from a door.
+
+    `submit` returns once the engine has queued the request; its outputs then arrive
+    on the queue that `submit` returned, ended by one with `finish` set for every
+    choice, or by one exception. When the process dies, each queue gets an
+    `EngineUnavailable` and the process is started again.
+
+    Args:
+        config: what to start.
+        factory: "module:name" of the callable that builds the engine in the child.
+        hang_seconds: an engine with work that says nothing for so long is killed
+            and restarted; 0 waits for ever.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        factory: str = DEFAULT_FACTORY,
+        hang_seconds: float = 600.0,
+        heartbeat_seconds: float = 1.0,
+    ) -> None:
+        self.config = config
+        self.state = EngineState.NEW
+        self.stats = EngineStats()
+        self.restarts = 0
+        self.last_heard = 0.0
+        self._factory = factory
+        self._hang_seconds = hang_seconds
+        self._heartbeat_seconds = heartbeat_seconds
+        self._info: EngineInfo | None = None
+        self._queues: dict[str, OutputQueue] = {}
+        self._admissions: dict[str, asyncio.Future[None]] = {}
+        self._live_choices: dict[str, int] = {}
+        self._context: zmq.asyncio.Context | None = None
+        self._link: _Link | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._directory: Path | None = None
+        self._launches = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine said about itself when it was last ready."""
+        if self._info is None:
+            raise EngineUnavailable("the engine has not started")
+        return self._info
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running engine, or None."""
+        return self._link.process.pid if self._link is not None else None
+
+    async def start(self, progress: ProgressCallback | None = None) -> EngineInfo:
+        """Start the process and wait until it takes requests.
+
+        Raises:
+            ModelError, ConfigError: what the engine said about its model or settings.
+            EngineStartError: any other reason, the process's death included.
+        """
+        if self.state is not EngineState.NEW:
+            raise EngineUnavailable(f"the engine is {self.state}; it cannot be started again")
+        self.state = EngineState.STARTING
+        self._directory = Path(tempfile.mkdtemp(prefix="lockstep-"))  # mode 0700
+        self._context = zmq.asyncio.Context()
+        try:
+            await self._launch(progress)
+        except BaseException:
+            await self.close()
+            raise
+        self._supervisor = asyncio.create_task(self._supervise())
+        return self.info
+
+    async def submit(self, request: Request) -> OutputQueue:
+        """Queue a request in the engine.
+
+        Raises:
+            RequestError: the engine refuses it (code "queue_full" when it is too busy).
+            EngineUnavailable: there is no engine now.
+        """
+        self._check_ready()
+        self._check_room()
+        queue: OutputQueue = asyncio.Queue()
+        admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queues[request.id] = queue
+        self._live_choices[request.id] = request.sampling.n
+        self._admissions[request.id] = admission
+        try:
+            self._send(messages.Submit(request=request))
+            await admission
+        except asyncio.CancelledError:
+            self.cancel(request.id)
+            raise
+        except LockstepError:
+            self._forget(request.id)
+            raise
+        return queue
+
+    def cancel(self, request_id: str) -> None:
+        """End a request at the engine's next step; its queue gets nothing more."""
+        if request_id not in self._queues:
+            return
+        self._forget(request_id)
+        if self.state is EngineState.READY:
+            self._send(messages.Cancel(request=request_id))
+
+    def flush_cache(self) -> None:
+        """Forget cached prefixes before any request that is submitted later."""
+        self._check_ready()
+        self._send(messages.FlushCache())
+
+    async def close(self) -> None:
+        """Stop the process (kindly, then firmly) and remove the private directory."""
+        if self.state is EngineState.CLOSED:
+            return
+        was_ready = self.state is EngineState.READY
+        self.state = EngineState.CLOSED
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        self._fail_all(EngineUnavailable("the engine was closed"))
+        if was_ready and self._link is not None:
+            self._send(messages.Shutdown())
+        await self._reap(CLOSE_SECONDS if was_ready else 0.0)
+        if self._context is not None:
+            self._context.destroy(linger=0)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    # --- requests ---------------------------------------------------------------------
+
+    def _check_ready(self) -> None:
+        if self.state is EngineState.READY:
+            return
+        retry_after = None
+        if self.state in (EngineState.STARTING, EngineState.RESTARTING):
+            retry_after = self._retry_after()
+        raise EngineUnavailable(f"the engine is {self.state}", retry_after=retry_after)
+
+    def _retry_after(self) -> float:
+        """Whole seconds that a restart takes, by what the last start took."""
+        return float(max(1, math.ceil(self._info.load_seconds if self._info else 0.0)))
+
+    def _check_room(self) -> None:
+        """Refuse here what the engine's own queue limit would certainly refuse.
+
+        At most `max_sequences` of the live requests run, so the others wait.
+        """
+        limit = self.config.scheduler.max_queue
+        if limit and len(self._queues) >= limit + self.config.scheduler.max_sequences:
+            raise RequestError(
+                f"the queue is full: {limit} requests are waiting", code="queue_full"
+            )
+
+    def _forget(self, request_id: str) -> None:
+        self._queues.pop(request_id, None)
+        self._live_choices.pop(request_id, None)
+        admission = self._admissions.pop(request_id, None)
+        if admission is not None and not admission.done():
+            admission.cancel()
+
+    def _fail_all(self, error: LockstepError) -> None:
+        for admission in self._admissions.values():
+            if not admission.done():
+                admission.set_exception(error)
+        for queue in self._queues.values():
+            queue.put_nowait(error)
+        self._admissions.clear()
+        self._queues.clear()
+        self._live_choices.clear()
+
+    def _send(self, message: messages.Message) -> None:
+        assert self._link is not None
+        self._link.send(message)
+
+    def _deliver(self, report: messages.StepReport) -> None:
+        for request_id in report.accepted:
+            admission = self._admissions.pop(request_id, None)
+            if admission is not None and not admission.done():
+                admission.set_result(None)
+        for rejection in report.rejected:
+            admission = self._admissions.pop(rejection.request, None)
+            if admission is not None and not admission.done():
+                admission.set_exception(_rejection_error(rejection))
+        for output in report.outputs:
+            queue = self._queues.get(output.request)
+            if queue is None:
+                continue
+            queue.put_nowait(output)
+            if output.finish is not None:
+                self._live_choices[output.request] -= 1
+                if not self._live_choices[output.request]:
+                    self._forget(output.request)
+
+    # --- the process ------------------------------------------------------------------
+
+    async def _launch(self, progress: ProgressCallback | None) -> None:
+        """Start a process and wait for `Ready`; on return the state is READY."""
+        assert self._context is not None and self._directory is not None
+        self._launches += 1
+        address = f"ipc://{self._directory}/engine-{self._launches}"
+        socket = self._context.socket(zmq.PAIR)
+        for option in (zmq.SNDHWM, zmq.RCVHWM):
+            socket.setsockopt(option, 0)
+        socket.bind(address)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # the same import path as the parent's, and nothing from the current folder
+            "-m",
+            "lockstep.engine.process",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=2,  # standard output belongs to the parent's own answers
+            env=self._environment(),
+        )
+        self._link = _Link(process, socket)
+        start = messages.Start(
+            address=address,
+            factory=self._factory,
+            config=self.config,
+            heartbeat_seconds=self._heartbeat_seconds,
+        )
+        payload = messages.encode(start)
+        assert process.stdin is not None
+        process.stdin.write(LENGTH.pack(len(payload)) + payload)
+        await self._wait_ready(self._link, progress)
+        self.last_heard = time.monotonic()
+        self.state = EngineState.READY
+
+    def _environment(self) -> dict[str, str]:
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+        threads = self.config.model.threads
+        if threads:
+            for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+                environment[name] = str(threads)
+        return environment
+
+    async def _wait_ready(self, link: _Link, progress: ProgressCallback | None) -> None:
+        stage = "starting"
+        while True:
+            match await link.receive():
+                case messages.Progress(stage=stage, fraction=fraction):
+                    if progress is not None:
+                        progress(stage, fraction)
+                case messages.Ready(info=info):
+                    self._info = info
+                    return
+                case messages.StartFailed(kind=kind, message=text):
+                    raise _start_error(kind, text)
+                case None:
+                    raise EngineStartError(f"the engine process {link.ending()} while {stage}")
+                case _:
+                    pass
+
+    async def _supervise(self) -> None:
+        """Read until the process dies, fail what was in flight, start it again; for ever."""
+        while True:
+            reason = await self._read_until_death()
+            self.state = EngineState.RESTARTING
+            self.stats = EngineStats()
+            log.error("%s; restarting it", reason)
+            self._fail_all(
+                EngineUnavailable(
+                    f"{reason}; it is being restarted", retry_after=self._retry_after()
+                )
+            )
+            await self._reap(0.0)
+            await self._relaunch()
+
+    async def _relaunch(self) -> None:
+        backoff = 1.0
+        while True:
+            try:
+                await self._launch(None)
+            except LockstepError as error:
+                log.error(
+                    "restarting the engine failed: %s; next try in %.0f s",
+                    error,
+                    backoff,
+                )
+                await self._reap(0.0)
+                await asyncio.sleep(backoff)
+                backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
+            else:
+                self.restarts += 1
+                log.info("the engine is back")
+                return
+
+    async def _read_until_death(self) -> str:
+        """Deliver reports while the process lives; returns how it ended."""
+        assert self._link is not None
+        fatal = ""
+        while True:
+            try:
+                message = await self._link.receive(timeout=1.0)
+            except TimeoutError:
+                silent = time.monotonic() - self.last_heard
+                if self._queues and 0 < self._hang_seconds <= silent:
+                    return f"the engine process said nothing for {silent:.0f} s with work to do"
+                continue
+            self.last_heard = time.monotonic()
+            match message:
+                case messages.StepReport():
+                    self.stats = message.stats
+                    self._deliver(message)
+                case messages.Heartbeat(stats=stats):
+                    self.stats = stats
+                case messages.Fatal(message=fatal):
+                    pass
+                case None:
+                    ending = f"the engine process {self._link.ending()}"
+                    return f"{ending} ({fatal})" if fatal else ending
+                case _:
+                    pass
+
+    async def _reap(self, patience: float) -> None:
+        """End the process if it still runs, and let go of its socket."""
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close(patience)
+
+
+class _Link:
+    """One child process and the socket that leads to it."""
+
+    def __init__(self, process: Process, socket: zmq.asyncio.Socket) -> None:
+        self.process = process
+        self._socket = socket
+        self._death = asyncio.ensure_future(process.wait())
+        self._incoming: asyncio.Future[bytes] | None = None
+
+    def send(self, message: messages.Message) -> None:
+        """Hand a message to the socket; without a high-water mark that never waits."""
+        self._socket.send(messages.encode(message))
+
+    async def receive(self, timeout: float | None = None) -> messages.FromEngine | None:
+        """The next message; None once the process has ended and all it wrote was read.
+
+        Raises:
+            TimeoutError: nothing came within `timeout` seconds.
+        """
+        if self._incoming is None:
+            self._incoming = asyncio.ensure_future(self._socket.recv())
+        waiting: set[asyncio.Future[bytes] | asyncio.Future[int]] = {
+            self._incoming,
+            self._death,
+        }
+        await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if self._death.done() and not self._incoming.done():
+            # What the process wrote last may still be on its way through the io thread.
+            await asyncio.wait({self._incoming}, timeout=0.2)
+            if not self._incoming.done():
+                return None
+        if not self._incoming.done():
+            raise TimeoutError
+        payload, self._incoming = self._incoming.result(), None
+        return messages.decode_from_engine(payload)
+
+    def ending(self) -> str:
+        """How the process ended, in words."""
+        status = self._death.result()
+        if status >= 0:
+            return f"ended with status {status}"
+        hint = " (out of memory?)" if -status == signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-status).name}{hint}"
+
+    async def close(self, patience: float) -> None:
+        """Give the process `patience` seconds to end by itself, then make it end."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        for act in (None, self.process.terminate, self.process.kill):
+            if self._death.done():
+                break
+            if act is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    act()
+            await asyncio.wait({self._death}, timeout=max(patience, 0.05))
+        await self._death
+        if self._incoming is not None:
+            self._incoming.cancel()
+        self._socket.close(linger=0)
+
+
+def _start_error(kind: str, text: str) -> LockstepError:
+    for error in (ModelError, ConfigError):
+        if kind == error.__name__:
+            return error(text)
+    return EngineStartError(f"the engine failed to start: {text}")
+
+
+def _rejection_error(rejection: messages.Rejection) -> LockstepError:
+    if rejection.code == "engine_error":
+        return LockstepError(f"the engine failed to take the request: {rejection.message}")
+    return RequestError(rejection.message, field=rejection.field, code=rejection.code)

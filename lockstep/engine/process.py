@@ -1,0 +1,195 @@
+"""The engine in a process of its own: the child's side of `client.py`.
+
+Run as `python -m lockstep.engine.process`; the `Start` record comes in on standard
+input (length-prefixed), everything else over one zmq pair socket. Standard input
+stays open for the life of the parent, so its end means that the parent is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import select
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+import zmq
+
+from lockstep import messages
+from lockstep.config import EngineConfig
+from lockstep.types import LockstepError, RequestError
+
+if TYPE_CHECKING:
+    from lockstep.engine.loop import Engine
+
+    EngineFactory = Callable[[EngineConfig, Callable[[str, float], None]], Engine]
+
+log = logging.getLogger("lockstep.engine")
+
+LENGTH = struct.Struct("<I")
+EXIT_START_FAILED = 3
+EXIT_FATAL = 4
+EXIT_ORPHANED = 5
+LINGER_MS = 2_000
+_PR_SET_NAME = 15
+
+
+def main() -> int:
+    """Serve one engine until told to stop; returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the parent decides
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    _set_process_name("lockstep-engine")
+    start = _read_start(sys.stdin.buffer)
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.connect(start.address)
+    try:
+        return _serve(start, socket)
+    finally:
+        socket.close()
+        context.term()
+
+
+def resolve_factory(path: str) -> EngineFactory:
+    """The callable that "module:qualified.name" stands for."""
+    module, _, name = path.partition(":")
+    value: object = importlib.import_module(module)
+    for part in name.split("."):
+        value = getattr(value, part)
+    return cast("EngineFactory", value)
+
+
+def _serve(start: messages.Start, socket: zmq.Socket[bytes]) -> int:
+    def progress(stage: str, fraction: float) -> None:
+        socket.send(messages.encode(messages.Progress(stage=stage, fraction=float(fraction))))
+
+    try:
+        engine = resolve_factory(start.factory)(start.config, progress)
+    except Exception as error:
+        if not isinstance(error, LockstepError):
+            log.exception("the engine failed to start")
+        text = str(error) or type(error).__name__
+        if not isinstance(error, LockstepError):
+            text = f"{type(error).__name__}: {text}"
+        failed = messages.StartFailed(kind=type(error).__name__, message=text)
+        socket.send(messages.encode(failed))
+        return EXIT_START_FAILED
+    socket.send(messages.encode(messages.Ready(info=engine.info)))
+    try:
+        _loop(engine, socket, start.heartbeat_seconds)
+    except Exception as error:
+        log.exception("the engine loop failed")
+        fatal = messages.Fatal(message=f"{type(error).__name__}: {error}")
+        socket.send(messages.encode(fatal))
+        return EXIT_FATAL
+    finally:
+        engine.close()
+    return 0
+
+
+def _loop(engine: Engine, socket: zmq.Socket[bytes], heartbeat_seconds: float) -> None:
+    """Drain the inbox, run one step, report; until `Shutdown`."""
+    while True:
+        if not engine.has_work() and not socket.poll(int(heartbeat_seconds * 1000)):
+            socket.send(messages.encode(messages.Heartbeat(stats=engine.stats())))
+            continue
+        inbox = _drain(socket)
+        if any(isinstance(message, messages.Shutdown) for message in inbox):
+            return
+        accepted, rejected = _take(engine, inbox)
+        outputs = engine.step() if engine.has_work() else []
+        if inbox or outputs:
+            report = messages.StepReport(
+                accepted=tuple(accepted),
+                rejected=tuple(rejected),
+                outputs=tuple(outputs),
+                stats=engine.stats(),
+            )
+            socket.send(messages.encode(report))
+
+
+def _drain(socket: zmq.Socket[bytes]) -> list[messages.ToEngine]:
+    inbox: list[messages.ToEngine] = []
+    while True:
+        try:
+            inbox.append(messages.decode_to_engine(socket.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return inbox
+
+
+def _take(
+    engine: Engine, inbox: list[messages.ToEngine]
+) -> tuple[list[str], list[messages.Rejection]]:
+    """Apply messages in their order; a request that fails here ends nothing else."""
+    accepted: list[str] = []
+    rejected: list[messages.Rejection] = []
+    for message in inbox:
+        match message:
+            case messages.Submit(request=request):
+                try:
+                    engine.submit(request)
+                except RequestError as error:
+                    rejected.append(
+                        messages.Rejection(
+                            request=request.id,
+                            message=str(error),
+                            field=error.field,
+                            code=error.code,
+                        )
+                    )
+                except Exception as error:
+                    log.exception("submitting request %s failed", request.id)
+                    rejected.append(
+                        messages.Rejection(
+                            request=request.id,
+                            message=f"{type(error).__name__}: {error}",
+                            field="",
+                            code="engine_error",
+                        )
+                    )
+                else:
+                    accepted.append(request.id)
+            case messages.Cancel(request=request_id):
+                engine.cancel(request_id)
+            case messages.FlushCache():
+                engine.flush_cache()
+    return accepted, rejected
+
+
+def _read_start(stream: BinaryIO) -> messages.Start:
+    (length,) = LENGTH.unpack(stream.read(LENGTH.size))
+    return messages.decode_start(stream.read(length))
+
+
+def _exit_with_parent(parent: int) -> None:
+    """End the process as soon as the parent's end of standard input closes.
+
+    The parent's id is looked at too: a process that it forked may hold the pipe open.
+    """
+    while os.getppid() == parent:
+        readable, _, _ = select.select([0], [], [], 1.0)
+        if readable and not os.read(0, 4096):
+            time.sleep(0.5)  # an orderly shutdown closes both; let it finish
+            break
+    os._exit(EXIT_ORPHANED)
+
+
+def _set_process_name(name: str) -> None:
+    """The name that `ps` and `top` show for the main thread (Linux; elsewhere nothing)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
