@@ -1,0 +1,158 @@
+"""Chat templates: Jinja source from a model's files, run in a sandbox.
+
+The environment offers what templates written for Hugging Face's libraries expect: trimmed
+blocks, `break` and `continue`, `raise_exception`, `strftime_now`, a `tojson` that leaves
+HTML characters alone, and `generation` blocks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from lockstep.types import ModelError, RequestError
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant said; for prompts it renders as it stands."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlocks, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _content(content: Any, where: str) -> Any:
+    """A message's content with a list of text parts joined to one string.
+
+    Raises:
+        RequestError: a part that is not text.
+    """
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise RequestError(
+            f"{where}.content must be a string or a list of text parts, got {content!r}",
+            field="messages",
+        )
+    texts = []
+    for index, part in enumerate(content):
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str) or part.get("type", "text") != "text":
+            raise RequestError(
+                f'{where}.content[{index}] must be {{"type": "text", "text": "..."}}: '
+                "this model takes text only",
+                field="messages",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError("messages must be a non-empty list", field="messages")
+    result = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise RequestError(f"{where} must be an object, got {message!r}", field="messages")
+        if not isinstance(message.get("role"), str):
+            raise RequestError(f"{where}.role must be a string", field="messages")
+        entry = dict(message)
+        if "content" not in entry and "tool_calls" not in entry:
+            raise RequestError(f"{where}.content is missing", field="messages")
+        # Templates test `message.content`, and add it to strings: absent and None read as "".
+        entry["content"] = _content(entry.get("content"), where) or ""
+        result.append(entry)
+    return result
+
+
+class ChatTemplate:
+    """One compiled chat template.
+
+    Args:
+        source: the Jinja source.
+        variables: names that every rendering sees, such as `bos_token`.
+
+    Raises:
+        ModelError: the source is no valid template.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ModelError(f"chat template: {error}") from None
+        self._variables = dict(variables)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt text; see `Tokenizer.render_chat`."""
+        variables = {
+            **self._variables,
+            **kwargs,
+            "messages": _normalised(messages),
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._template.render(variables)
+        except Exception as error:
+            # A template is a program from the model's files: it may fail in any way, and
+            # what it says (often by raise_exception) is the client's to read.
+            raise RequestError(
+                f"the model's chat template refused these messages: {error}",
+                field="messages",
+                code="chat_template_error",
+            ) from error
