@@ -1,0 +1,277 @@
+// Paged causal attention: prefill, chunks, decode and verification in one launch.
+//
+// A row's tree: segments at absolute multiples of `segment`, in each a fresh online
+// softmax over blocks of BLOCK keys ascending, partials merged ascending. Keys that
+// a row may not see are skipped, so neither their bits nor their presence matter.
+#include <algorithm>
+#include <cmath>
+
+#include "threads.h"
+#include "tiles.h"
+
+namespace lk {
+namespace {
+
+constexpr int64_t BLOCK = 32;
+// Query rows times heads that share one load of a block.
+constexpr int64_t UNIT_ROWS = 48;
+
+template <typename T>
+struct KeyStep;
+template <>
+struct KeyStep<float> {
+  using type = float;
+};
+template <>
+struct KeyStep<bf16> {
+  using type = uint32_t;
+};
+
+template <typename T>
+struct Launch {
+  const T* q;
+  const T* k;
+  const T* v;
+  T* out;
+  int64_t page_stride, page_tokens, head_dim, q_heads, kv_heads, pages, table_width;
+  const int32_t* query_start;
+  const int32_t* context_len;
+  const int32_t* page_table;
+  int64_t runs, window, segment;
+  float scale;
+};
+
+// Query rows [first, last) of one run under one key/value head.
+struct Unit {
+  int64_t run, first, last, head, cost;
+};
+
+// Scratch of one unit, carved out of the thread's own memory.
+struct Work {
+  float *keys, *values, *scores, *acc, *m, *l, *total_acc, *total_m, *total_l, *query;
+
+  static size_t floats(int64_t rows, int64_t e) {
+    return size_t(2 * BLOCK * e + rows * (BLOCK + 3 * e) + 4 * (rows + LANES) + 8 * LANES);
+  }
+  Work(float* base, int64_t rows, int64_t e) {
+    auto take = [&](int64_t n) {
+      float* p = base;
+      base += (n + LANES - 1) / LANES * LANES;
+      return p;
+    };
+    keys = take(BLOCK * e);
+    values = take(BLOCK * e);
+    query = take(rows * e);
+    scores = take(rows * BLOCK);
+    acc = take(rows * e);
+    total_acc = take(rows * e);
+    m = take(rows);
+    l = take(rows);
+    total_m = take(rows);
+    total_l = take(rows);
+  }
+};
+
+// Keys [begin, end) of the block that starts at position `start`, as [step][BLOCK],
+// and their values as float32 [BLOCK][E]; everything else reads as zero.
+template <typename T>
+void load_block(const Launch<T>& a, const Unit& u, int64_t start, int64_t begin, int64_t end,
+                Work& w) {
+  using E = typename KeyStep<T>::type;
+  constexpr int64_t W = sizeof(E) / sizeof(T);
+  const int64_t e = a.head_dim, steps = e / W, tokens = a.page_tokens;
+  E* keys = reinterpret_cast<E*>(w.keys);
+  if (begin > start || end < start + BLOCK) {
+    std::memset(keys, 0, sizeof(E) * size_t(steps * BLOCK));
+    std::memset(w.values, 0, sizeof(float) * size_t(BLOCK * e));
+  }
+  const int32_t* table = a.page_table + u.run * a.table_width;
+  for (int64_t p = begin; p < end;) {
+    const int64_t entry = p / tokens, at = p % tokens, n = std::min(tokens - at, end - p);
+    const int64_t page = entry < a.table_width ? table[entry] : -1;
+    const int64_t column = p - start;
+    p += n;
+    if (page < 0 || page >= a.pages) continue;
+    const int64_t base = page * a.page_stride + u.head * tokens * e;
+    const E* from = reinterpret_cast<const E*>(a.k + base) + at;
+    if (n == LANES) {
+      for (int64_t s = 0; s < steps; ++s)
+        store_as(keys + s * BLOCK + column, load_as<U16>(from + s * tokens));
+    } else {
+      for (int64_t s = 0; s < steps; ++s)
+        std::memcpy(keys + s * BLOCK + column, from + s * tokens, sizeof(E) * size_t(n));
+    }
+    const T* values = a.v + base + at * e;
+    for (int64_t i = 0; i < n * e; i += LANES) store(w.values + column * e + i, load(values + i));
+  }
+}
+
+// One row's step of the online softmax: scores become probabilities in place.
+LK_INLINE void soften(float* s, int64_t low, int64_t high, float scale, float* m, float* l,
+                      float* acc, int64_t e) {
+  F16 x[BLOCK / LANES];
+  F16 top = splat(-INFINITY);
+  for (int j = 0; j < BLOCK / LANES; ++j) {
+    x[j] = load(s + j * LANES) * scale;
+    if (low > 0 || high < BLOCK) {
+      const I16 at = iota() + j * LANES;
+      x[j] = (at >= int32_t(low)) & (at < int32_t(high)) ? x[j] : splat(-INFINITY);
+    }
+    top = max(x[j], top);
+  }
+  const float block_max = max_lanes(top);
+  const float next = block_max > *m ? block_max : *m;
+  const float keep = exp1(*m - next);
+  F16 sum{};
+  for (int j = 0; j < BLOCK / LANES; ++j) {
+    x[j] = exp(x[j] - next);
+    store(s + j * LANES, x[j]);
+    sum = j == 0 ? x[j] : sum + x[j];
+  }
+  *l = fma1(*l, keep, sum_lanes(sum));
+  *m = next;
+  for (int64_t i = 0; i < e; i += LANES) store(acc + i, load(acc + i) * keep);
+}
+
+// acc[row] += sum over keys of p[row][key] * value[key], keys [low, high) ascending.
+LK_INLINE void weigh(int rows, const float* p, const float* values, float* acc, int64_t e,
+                     int64_t low, int64_t high) {
+  int64_t i = 0;
+  for (; i + PANEL <= e; i += PANEL)
+    tile_rows<float, PANEL_VECS, false>(rows, p + low, BLOCK, values + low * e + i, e, acc + i, e,
+                                        high - low);
+  for (; i < e; i += LANES)
+    tile_rows<float, 1, false>(rows, p + low, BLOCK, values + low * e + i, e, acc + i, e,
+                               high - low);
+}
+
+// Adds a finished segment to the total: exact copy for a row's first segment.
+void merge(Work& w, int64_t row, int64_t e, bool first) {
+  float* total = w.total_acc + row * e;
+  const float* part = w.acc + row * e;
+  if (first) {
+    std::memcpy(total, part, sizeof(float) * size_t(e));
+    w.total_m[row] = w.m[row];
+    w.total_l[row] = w.l[row];
+    return;
+  }
+  const float next = w.m[row] > w.total_m[row] ? w.m[row] : w.total_m[row];
+  const float a = exp1(w.total_m[row] - next), b = exp1(w.m[row] - next);
+  w.total_l[row] = fma1(w.total_l[row], a, w.l[row] * b);
+  w.total_m[row] = next;
+  for (int64_t i = 0; i < e; i += LANES)
+    store(total + i, fma(load(total + i), splat(a), load(part + i) * b));
+}
+
+template <typename T>
+void run_unit(const Launch<T>& a, const Unit& u) {
+  using E = typename KeyStep<T>::type;
+  constexpr int64_t W = sizeof(E) / sizeof(T);
+  const int64_t e = a.head_dim, group = a.q_heads / a.kv_heads;
+  const int64_t rows = (u.last - u.first) * group;
+  Work w(static_cast<float*>(scratch(sizeof(float) * Work::floats(rows, e))), rows, e);
+  T* query = reinterpret_cast<T*>(w.query);
+  const int64_t row0 = a.query_start[u.run];
+  const int64_t place = a.context_len[u.run] - (a.query_start[u.run + 1] - row0);
+  for (int64_t i = u.first; i < u.last; ++i)
+    std::memcpy(query + (i - u.first) * group * e,
+                a.q + ((row0 + i) * a.q_heads + u.head * group) * e, sizeof(T) * size_t(group * e));
+
+  // Row r of the unit sees positions [low(r), high(r)); both grow with r.
+  auto high = [&](int64_t r) { return place + u.first + r / group + 1; };
+  auto low = [&](int64_t r) {
+    return a.window > 0 ? std::max<int64_t>(0, high(r) - a.window) : int64_t(0);
+  };
+  const int64_t begin = low(0), end = high(rows - 1);
+  for (int64_t segment = begin / a.segment * a.segment; segment < end; segment += a.segment) {
+    const int64_t segment_end = std::min(segment + a.segment, end);
+    for (int64_t r = 0; r < rows; ++r) {
+      w.m[r] = -INFINITY;
+      w.l[r] = 0.0f;
+    }
+    std::memset(w.acc, 0, sizeof(float) * size_t(rows * e));
+    for (int64_t k0 = std::max(segment, begin / BLOCK * BLOCK); k0 < segment_end; k0 += BLOCK) {
+      load_block(a, u, k0, std::max(k0, begin), std::min(k0 + BLOCK, end), w);
+      int64_t from = 0, to = rows;
+      while (from < rows && high(from) <= k0) ++from;
+      while (to > from && low(to - 1) >= k0 + BLOCK) --to;
+      const E* keys = reinterpret_cast<const E*>(w.keys);
+      for (int64_t r = from; r < to; r += TILE_ROWS)
+        for (int64_t j = 0; j < BLOCK; j += PANEL)
+          tile_rows<E, PANEL_VECS, true>(int(std::min<int64_t>(TILE_ROWS, to - r)),
+                                         reinterpret_cast<const E*>(query) + r * (e / W), e / W,
+                                         keys + j, BLOCK, w.scores + r * BLOCK + j, BLOCK, e / W);
+      for (int64_t r = from; r < to; ++r)
+        soften(w.scores + r * BLOCK, low(r) - k0, high(r) - k0, a.scale, w.m + r, w.l + r,
+               w.acc + r * e, e);
+      for (int64_t r = from; r < to;) {
+        const int64_t left = std::max<int64_t>(0, low(r) - k0);
+        const int64_t right = std::min(BLOCK, high(r) - k0);
+        int64_t n = 1;
+        while (n < TILE_ROWS && r + n < to && std::max<int64_t>(0, low(r + n) - k0) == left &&
+               std::min(BLOCK, high(r + n) - k0) == right)
+          ++n;
+        weigh(int(n), w.scores + r * BLOCK, w.values, w.acc + r * e, e, left, right);
+        r += n;
+      }
+    }
+    for (int64_t r = 0; r < rows; ++r)
+      if (low(r) < segment_end && high(r) > segment)
+        merge(w, r, e, low(r) / a.segment * a.segment == segment);
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    T* out = a.out + ((row0 + u.first + r / group) * a.q_heads + u.head * group + r % group) * e;
+    for (int64_t i = 0; i < e; i += LANES)
+      store(out + i, load(w.total_acc + r * e + i) / w.total_l[r]);
+  }
+}
+
+template <typename T>
+void attention(Pool* pool, const Launch<T>& a) {
+  const int64_t group = a.q_heads / a.kv_heads;
+  const int64_t height = std::max<int64_t>(1, UNIT_ROWS / group);
+  std::vector<Unit> units;
+  for (int64_t b = 0; b < a.runs; ++b) {
+    const int64_t length = a.query_start[b + 1] - a.query_start[b];
+    const int64_t place = a.context_len[b] - length;
+    for (int64_t i = 0; i < length; i += height) {
+      const int64_t last = std::min(length, i + height);
+      const int64_t keys = a.window > 0 ? std::min(place + last, a.window + last - i)
+                                        : place + last;
+      for (int64_t h = 0; h < a.kv_heads; ++h)
+        units.push_back({b, i, last, h, keys * (last - i + 4)});
+    }
+  }
+  std::stable_sort(units.begin(), units.end(),
+                   [](const Unit& x, const Unit& y) { return x.cost > y.cost; });
+  parallel(pool, int64_t(units.size()), [&](int64_t i) { run_unit(a, units[size_t(i)]); });
+}
+
+}  // namespace
+}  // namespace lk
+
+using namespace lk;
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+void lk_attention(void* pool, int64_t dtype, const void* q, const void* k, const void* v,
+                  void* out, int64_t page_stride, int64_t page_tokens, int64_t head_dim,
+                  int64_t q_heads, int64_t kv_heads, int64_t pages, int64_t table_width,
+                  const int32_t* query_start, const int32_t* context_len,
+                  const int32_t* page_table, int64_t runs, int64_t window, int64_t segment,
+                  float scale) {
+  if (dtype == kFloat32)
+    attention((Pool*)pool,
+              Launch<float>{(const float*)q, (const float*)k, (const float*)v, (float*)out,
+                            page_stride, page_tokens, head_dim, q_heads, kv_heads, pages,
+                            table_width, query_start, context_len, page_table, runs, window,
+                            segment, scale});
+  else
+    attention((Pool*)pool,
+              Launch<bf16>{(const bf16*)q, (const bf16*)k, (const bf16*)v, (bf16*)out, page_stride,
+                           page_tokens, head_dim, q_heads, kv_heads, pages, table_width,
+                           query_start, context_len, page_table, runs, window, segment, scale});
+}
+}
+#pragma GCC visibility pop

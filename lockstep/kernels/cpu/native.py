@@ -1,0 +1,480 @@
+"""The native CPU form: fixed-tree operations in C++, called by address.
+
+Bits are the same for every thread count, tile and batch; they depend on the
+instruction set only through bfloat16 products (`describe()["isa"]`). See
+`tiles.h`, `attention.cpp`, `norm.h` and `sampling.cpp` for the trees as written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.config import ConfigError
+from lockstep.kernels import tree
+from lockstep.kernels.contract import (
+    Activation,
+    AttentionBatch,
+    Backend,
+    KVLayer,
+    QKNorm,
+    RopeTable,
+    SampleBatch,
+    Weight,
+)
+from lockstep.kernels.cpu.build import Library, build_library
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_BLOCK = 32  # keys a block in attention.cpp
+_NORM_BLOCK = 16  # lanes of the norm in norm.h
+_MAX_HEAD_DIM = 1024
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "lk_pool_new": (_P, [_I]),
+    "lk_pool_free": (None, [_P]),
+    "lk_panel": (_I, []),
+    "lk_isa": (ctypes.c_char_p, []),
+    "lk_packed_size": (_I, [_I, _I, _I]),
+    "lk_pack": (None, [_P, _I, _P, _I, _I, _P, _I, _I]),
+    "lk_unpack": (None, [_P, _I, _P, _I, _I, _P, _I, _I]),
+    "lk_embedding": (None, [_P, _I, _P, _I, _P, _I, _I, _F, _P]),
+    "lk_linear": (None, [_P, _I, _P, _I, _P, _I, _I, _P, _I, _P, _P]),
+    "lk_logits": (None, [_P, _I, _P, _I, _P, _I, _I, _P]),
+    "lk_gated": (None, [_P, _I, _P, _I, _P, _I, _I, _I, _P]),
+    "lk_rms_norm": (None, [_P, _I, _P, _I, _I, _P, _I, _F, _I, _P, _P]),
+    "lk_write_kv": (
+        None,
+        [_P, _I, _P, _I, _P, _P, _P, _I, _P, _P, _I, _I, _I, _P, _I, _I, _P, _P, _I, _F, _I, _P],
+    ),
+    "lk_copy_pages": (None, [_P, _I, _P, _I]),
+    "lk_attention": (
+        None,
+        [_P, _I, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I, _P, _P, _P, _I, _I, _I, _F],
+    ),
+    "lk_log_sum_exp": (None, [_P, _P, _I, _I, _I, _P]),
+    "lk_argmax": (None, [_P, _P, _I, _I, _P]),
+    "lk_sample": (None, [_P, _P, _I, _I, _P, _P, _P, _P, _P, _P, _P, _P]),
+    "lk_philox": (None, [_P, _I, ctypes.c_uint32, ctypes.c_uint32, _P]),
+}
+
+
+def load_library() -> tuple[ctypes.CDLL, Library]:
+    """The compiled library with its functions' signatures set."""
+    built = build_library()
+    try:
+        library = ctypes.CDLL(str(built.path))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot load {built.path}: {error}; delete it to have it built again"
+        ) from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library, built
+
+
+def _code(tensor: Tensor) -> int:
+    try:
+        return _DTYPES[tensor.dtype]
+    except KeyError:
+        raise TypeError(f"expected float32 or bfloat16, got {tensor.dtype}") from None
+
+
+def _rows(x: Tensor, width: int, what: str) -> int:
+    """Rows of a contiguous [R, width] tensor; a mismatch would read out of bounds."""
+    if x.dim() != 2 or x.shape[1] != width or not x.is_contiguous():
+        raise ValueError(f"{what} must be contiguous [R, {width}], got {tuple(x.shape)}")
+    return x.shape[0]
+
+
+def _like(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> int:
+    """Address of an optional operand of that shape and dtype, 0 when it is None."""
+    if tensor is None:
+        return 0
+    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(
+            f"{what} must be contiguous {shape} {dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
+        )
+    return tensor.data_ptr()
+
+
+class NativeBackend(Backend):
+    """`Backend` over the compiled library, with its own pool of threads.
+
+    Raises:
+        ConfigError: no compiler, or it failed, or `tree.py` names blocks that this
+            library was not written for.
+    """
+
+    name = "native"
+    kind = "cpu"
+    device = torch.device("cpu")
+
+    def __init__(self, threads: int) -> None:
+        if set(tree.BLOCK["cpu"].values()) != {_BLOCK} or tree.NORM_BLOCK["cpu"] != _NORM_BLOCK:
+            raise ConfigError(
+                f"kernels/tree.py asks for CPU blocks {tree.BLOCK['cpu']} and norm block "
+                f"{tree.NORM_BLOCK['cpu']}; the native kernels have {_BLOCK} and {_NORM_BLOCK}"
+            )
+        self.threads = threads
+        self._lib, self._built = load_library()
+        self._pool = self._lib.lk_pool_new(threads)
+
+    def __del__(self) -> None:
+        pool = getattr(self, "_pool", None)
+        if pool:
+            self._lib.lk_pool_free(pool)
+            self._pool = None
+
+    def describe(self) -> dict[str, str]:
+        return {
+            "backend": self.name,
+            "isa": self._lib.lk_isa().decode(),
+            "compiler": self._built.compiler,
+            "sources": self._built.sources,
+        }
+
+    # --- weights -----------------------------------------------------------
+
+    def pack(self, weight: Tensor) -> Weight:
+        n, k = weight.shape
+        data = self._pack_parts((weight,))
+        return Weight(data=data, n=n, k=k, dtype=weight.dtype)
+
+    def pack_gated(self, gate: Tensor, up: Tensor) -> Weight:
+        if gate.shape != up.shape or gate.dtype != up.dtype:
+            raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must match")
+        f, k = gate.shape
+        data = self._pack_parts((gate, up))
+        return Weight(data=data, n=2 * f, k=k, dtype=gate.dtype, gated=True)
+
+    def _pack_parts(self, parts: tuple[Tensor, ...]) -> Tensor:
+        n, k = parts[0].shape
+        code = _code(parts[0])
+        size = self._lib.lk_packed_size(code, n, k)
+        data = torch.empty(size * len(parts), dtype=parts[0].dtype)
+        for index, part in enumerate(parts):
+            source = part.detach().to("cpu").contiguous()
+            self._lib.lk_pack(
+                self._pool, code, source.data_ptr(), n, k, data.data_ptr(), index, len(parts)
+            )
+        return data
+
+    def unpack(self, weight: Weight) -> Tensor:
+        parts = 2 if weight.gated else 1
+        rows = weight.n // parts
+        out = torch.empty(parts, rows, weight.k, dtype=weight.dtype)
+        for index in range(parts):
+            self._lib.lk_unpack(
+                self._pool,
+                _code(weight.data),
+                weight.data.data_ptr(),
+                rows,
+                weight.k,
+                out[index].data_ptr(),
+                index,
+                parts,
+            )
+        return out.view(weight.n, weight.k)
+
+    # --- layers ------------------------------------------------------------
+
+    @staticmethod
+    def _check_weight(x: Tensor, weight: Weight, gated: bool) -> int:
+        if weight.dtype != x.dtype or weight.gated != gated:
+            raise ValueError(
+                f"x is {x.dtype}, weight {weight.dtype}{' gated' if weight.gated else ''}"
+            )
+        return _rows(x, weight.k, "x")
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        rows = self._check_weight(x, weight, gated=False)
+        out = torch.empty(rows, weight.n, dtype=x.dtype)
+        self._lib.lk_linear(
+            self._pool,
+            _code(x),
+            x.data_ptr(),
+            rows,
+            weight.data.data_ptr(),
+            weight.n,
+            weight.k,
+            0 if bias is None else _like(bias, (weight.n,), bias.dtype, "bias"),
+            0 if bias is None else _code(bias),
+            _like(residual, (rows, weight.n), x.dtype, "residual"),
+            out.data_ptr(),
+        )
+        return out
+
+    def logits(self, x: Tensor, weight: Weight) -> Tensor:
+        rows = self._check_weight(x, weight, gated=False)
+        out = torch.empty(rows, weight.n, dtype=torch.float32)
+        self._lib.lk_logits(
+            self._pool,
+            _code(x),
+            x.data_ptr(),
+            rows,
+            weight.data.data_ptr(),
+            weight.n,
+            weight.k,
+            out.data_ptr(),
+        )
+        return out
+
+    def gated_linear(self, x: Tensor, weight: Weight, activation: Activation) -> Tensor:
+        rows = self._check_weight(x, weight, gated=True)
+        out = torch.empty(rows, weight.n // 2, dtype=x.dtype)
+        self._lib.lk_gated(
+            self._pool,
+            _code(x),
+            x.data_ptr(),
+            rows,
+            weight.data.data_ptr(),
+            weight.n // 2,
+            weight.k,
+            _ACTIVATIONS[activation],
+            out.data_ptr(),
+        )
+        return out
+
+    def embedding(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
+        if weight.gated:
+            raise ValueError("a gated pair is not a table of embeddings")
+        ids = ids.to(torch.int32).contiguous()
+        rounded = float(torch.tensor(scale, dtype=weight.dtype)) if scale != 1.0 else 1.0
+        out = torch.empty(ids.shape[0], weight.k, dtype=weight.dtype)
+        self._lib.lk_embedding(
+            self._pool,
+            _code(weight.data),
+            ids.data_ptr(),
+            ids.shape[0],
+            weight.data.data_ptr(),
+            weight.n,
+            weight.k,
+            rounded,
+            out.data_ptr(),
+        )
+        return out
+
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        unit_offset: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        rows = _rows(x, x.shape[-1], "x")
+        out = torch.empty_like(x)
+        self._lib.lk_rms_norm(
+            self._pool,
+            _code(x),
+            x.data_ptr(),
+            rows,
+            x.shape[1],
+            _like(weight, (x.shape[1],), weight.dtype, "norm weight"),
+            _code(weight),
+            eps,
+            int(unit_offset),
+            _like(residual, tuple(x.shape), x.dtype, "residual"),
+            out.data_ptr(),
+        )
+        return out
+
+    def write_kv(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        rope: RopeTable,
+        kv: KVLayer,
+        batch: AttentionBatch,
+        q_heads: int,
+        norm: QKNorm | None = None,
+    ) -> Tensor:
+        kv_heads, head_dim = kv.v.shape[1], kv.v.shape[3]
+        rows = _rows(qkv, (q_heads + 2 * kv_heads) * head_dim, "qkv")
+        table = rope.cos.shape[0]
+        _like(rope.cos, (table, head_dim // 2), torch.float32, "rope.cos")
+        _like(rope.sin, (table, head_dim // 2), torch.float32, "rope.sin")
+        _like(kv.v[:0], (0, *kv.v.shape[1:]), qkv.dtype, "kv")
+        out = torch.empty(rows, q_heads, head_dim, dtype=qkv.dtype)
+        q_norm = k_norm = norm_dtype = unit_offset = 0
+        eps = 0.0
+        if norm is not None:
+            q_norm = _like(norm.q, (head_dim,), norm.q.dtype, "query norm")
+            k_norm = _like(norm.k, (head_dim,), norm.q.dtype, "key norm")
+            norm_dtype, eps, unit_offset = _code(norm.q), norm.eps, int(norm.unit_offset)
+        self._lib.lk_write_kv(
+            self._pool,
+            _code(qkv),
+            qkv.data_ptr(),
+            rows,
+            _like(positions, (rows,), torch.int32, "positions"),
+            rope.cos.data_ptr(),
+            rope.sin.data_ptr(),
+            table,
+            kv.k.data_ptr(),
+            kv.v.data_ptr(),
+            kv.v.stride(0),
+            kv.page_tokens,
+            head_dim,
+            _like(batch.slots, (rows,), torch.int32, "slots"),
+            q_heads,
+            kv_heads,
+            q_norm,
+            k_norm,
+            norm_dtype,
+            eps,
+            unit_offset,
+            out.data_ptr(),
+        )
+        return out
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
+        rows, q_heads, head_dim = q.shape
+        pages, kv_heads, page_tokens, _ = kv.v.shape
+        _like(q, (rows, q_heads, kv.v.shape[3]), kv.v.dtype, "q")
+        runs = batch.context_len.shape[0]
+        out = torch.empty(rows, q_heads * head_dim, dtype=q.dtype)
+        self._lib.lk_attention(
+            self._pool,
+            _code(q),
+            q.data_ptr(),
+            kv.k.data_ptr(),
+            kv.v.data_ptr(),
+            out.data_ptr(),
+            kv.v.stride(0),
+            page_tokens,
+            head_dim,
+            q_heads,
+            kv_heads,
+            pages,
+            batch.page_table.shape[1],
+            _like(batch.query_start, (runs + 1,), torch.int32, "query_start"),
+            _like(batch.context_len, (runs,), torch.int32, "context_len"),
+            _like(batch.page_table, (runs, batch.page_table.shape[1]), torch.int32, "page_table"),
+            runs,
+            window or 0,
+            tree.SEGMENT,
+            scale,
+        )
+        return out
+
+    # --- cache memory --------------------------------------------------------
+
+    def kv_layer(
+        self,
+        pool: Tensor,
+        *,
+        page_stride: int,
+        offset: int,
+        kv_heads: int,
+        head_dim: int,
+        page_tokens: int,
+    ) -> KVLayer:
+        """See `Backend.kv_layer`; keys are [pages, Hk, E, tokens], in bfloat16 [.., E/2, tokens, 2].
+
+        Raises:
+            ConfigError: a head size or page length that the kernels cannot take.
+        """
+        if head_dim % 16 or head_dim > _MAX_HEAD_DIM:
+            raise ConfigError(
+                f"head_dim must be a multiple of 16, at most {_MAX_HEAD_DIM}, got {head_dim}"
+            )
+        if _BLOCK % page_tokens:
+            raise ConfigError(
+                f"page_tokens must divide the attention block {_BLOCK}, got {page_tokens}"
+            )
+        size = kv_heads * page_tokens * head_dim
+        pages = pool.numel() // page_stride
+        return KVLayer(
+            k=pool.as_strided(
+                (pages, kv_heads, head_dim, page_tokens),
+                (page_stride, head_dim * page_tokens, page_tokens, 1),
+                offset,
+            ),
+            v=pool.as_strided(
+                (pages, kv_heads, page_tokens, head_dim),
+                (page_stride, head_dim * page_tokens, head_dim, 1),
+                offset + size,
+            ),
+            page_tokens=page_tokens,
+        )
+
+    def copy_pages(self, pool: Tensor, page_stride: int, pairs: Tensor) -> None:
+        pairs = pairs.to(torch.int64).contiguous()
+        pages = pool.numel() // page_stride
+        if pairs.numel() and not 0 <= int(pairs.min()) <= int(pairs.max()) < pages:
+            raise ValueError(f"page outside the pool of {pages} in {pairs.tolist()}")
+        self._lib.lk_copy_pages(
+            pool.data_ptr(), page_stride * pool.element_size(), pairs.data_ptr(), pairs.shape[0]
+        )
+
+    # --- sampling ------------------------------------------------------------
+
+    @staticmethod
+    def _logit_rows(logits: Tensor) -> int:
+        if logits.dtype != torch.float32:
+            raise TypeError(f"logits must be float32, got {logits.dtype}")
+        return _rows(logits, logits.shape[-1], "logits")
+
+    def log_sum_exp(self, logits: Tensor) -> Tensor:
+        rows = self._logit_rows(logits)
+        out = torch.empty(rows, dtype=torch.float32)
+        self._lib.lk_log_sum_exp(
+            self._pool, logits.data_ptr(), rows, logits.shape[1], tree.VOCAB_BLOCK, out.data_ptr()
+        )
+        return out
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        rows = self._logit_rows(logits)
+        out = torch.empty(rows, dtype=torch.int64)
+        self._lib.lk_argmax(self._pool, logits.data_ptr(), rows, logits.shape[1], out.data_ptr())
+        return out
+
+    def sample(self, logits: Tensor, batch: SampleBatch) -> Tensor:
+        rows = self._logit_rows(logits)
+        temperature = batch.temperature.to(torch.float32).contiguous()
+        top_k = batch.top_k.to(torch.int32).contiguous()
+        top_p = batch.top_p.to(torch.float32).contiguous()
+        min_p = batch.min_p.to(torch.float32).contiguous()
+        seed = batch.seed.to(torch.int64).contiguous()
+        choice = batch.choice.to(torch.int32).contiguous()
+        position = batch.position.to(torch.int32).contiguous()
+        for tensor in (temperature, top_k, top_p, min_p, seed, choice, position):
+            if tensor.shape != (rows,):
+                raise ValueError(f"sampling parameters must be [{rows}], got {tensor.shape}")
+        out = torch.empty(rows, dtype=torch.int64)
+        self._lib.lk_sample(
+            self._pool,
+            logits.data_ptr(),
+            rows,
+            logits.shape[1],
+            temperature.data_ptr(),
+            top_k.data_ptr(),
+            top_p.data_ptr(),
+            min_p.data_ptr(),
+            seed.data_ptr(),
+            choice.data_ptr(),
+            position.data_ptr(),
+            out.data_ptr(),
+        )
+        return out

@@ -1,0 +1,156 @@
+#include "threads.h"
+
+#include <pthread.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <new>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+namespace lk {
+namespace {
+
+void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// A worker that has nothing to do spins about as long as the gap between two
+// launches of one step, then sleeps.
+constexpr auto kSpin = std::chrono::microseconds(60);
+
+// A forked child has none of its parent's threads: pools notice by this count.
+std::atomic<unsigned> g_forks{0};
+struct ForkHook {
+  ForkHook() {
+    pthread_atfork(nullptr, nullptr, [] { g_forks.fetch_add(1); });
+  }
+} g_hook;
+
+}  // namespace
+
+Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads) { start(); }
+
+void Pool::start() {
+  forks_ = g_forks.load();
+  for (int i = 1; i < threads_; ++i) workers_.emplace_back([this] { work(); });
+}
+
+Pool::~Pool() {
+  {
+    std::lock_guard<std::mutex> lock(sleep_);
+    stop_ = true;
+  }
+  wake_.notify_all();
+  for (auto& worker : workers_) {
+    if (forks_ == g_forks.load())
+      worker.join();
+    else
+      worker.detach();
+  }
+}
+
+bool Pool::help(uint64_t generation) {
+  bool helped = false;
+  uint64_t ticket = ticket_.load(std::memory_order_acquire);
+  while ((ticket >> 32) == generation) {
+    const Task task = task_.load(std::memory_order_relaxed);
+    void* const context = context_.load(std::memory_order_relaxed);
+    const uint32_t count = count_.load(std::memory_order_relaxed);
+    const uint32_t index = uint32_t(ticket);
+    if (index >= count) return helped;
+    if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel,
+                                       std::memory_order_acquire))
+      continue;
+    task(context, index);
+    done_.fetch_add(1, std::memory_order_release);
+    helped = true;
+    ticket = ticket_.load(std::memory_order_acquire);
+  }
+  return helped;
+}
+
+void Pool::work() {
+  uint64_t seen = 0;
+  for (;;) {
+    auto deadline = std::chrono::steady_clock::now() + kSpin;
+    uint64_t generation;
+    for (int spins = 0;; ++spins) {
+      generation = ticket_.load(std::memory_order_acquire) >> 32;
+      if (generation != seen || stop_.load(std::memory_order_relaxed)) break;
+      relax();
+      if ((spins & 63) == 63 && std::chrono::steady_clock::now() > deadline) {
+        std::unique_lock<std::mutex> lock(sleep_);
+        sleepers_.fetch_add(1);
+        wake_.wait(lock, [&] { return stop_.load() || (ticket_.load() >> 32) != seen; });
+        sleepers_.fetch_sub(1);
+      }
+    }
+    if (stop_.load()) return;
+    help(generation);
+    seen = generation;
+  }
+}
+
+void Pool::run(Task task, void* context, int64_t n) {
+  std::lock_guard<std::mutex> launch(launch_);
+  if (forks_ != g_forks.load()) {
+    for (auto& worker : workers_) worker.detach();
+    workers_.clear();
+    sleepers_ = 0;
+    start();
+  }
+  done_.store(0, std::memory_order_relaxed);
+  task_.store(task, std::memory_order_relaxed);
+  context_.store(context, std::memory_order_relaxed);
+  count_.store(uint32_t(n), std::memory_order_relaxed);
+  const uint64_t generation = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
+  ticket_.store((generation & 0xffffffffu) << 32);
+  if (sleepers_.load() > 0) {
+    { std::lock_guard<std::mutex> lock(sleep_); }
+    wake_.notify_all();
+  }
+  help(generation & 0xffffffffu);
+  for (int spins = 0; done_.load(std::memory_order_acquire) != uint32_t(n); ++spins) {
+    relax();
+    if (spins > 2000) std::this_thread::yield();
+  }
+}
+
+namespace {
+struct Scratch {
+  void* data = nullptr;
+  size_t size = 0;
+  ~Scratch() { std::free(data); }
+};
+thread_local Scratch t_scratch;
+}  // namespace
+
+void* scratch(size_t bytes) {
+  if (t_scratch.size < bytes) {
+    std::free(t_scratch.data);
+    t_scratch.size = (bytes + 4095) / 4096 * 4096;
+    t_scratch.data = std::aligned_alloc(64, t_scratch.size);
+    if (t_scratch.data == nullptr) {
+      t_scratch.size = 0;
+      throw std::bad_alloc();
+    }
+  }
+  return t_scratch.data;
+}
+
+}  // namespace lk
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+void* lk_pool_new(int64_t threads) { return new lk::Pool(int(threads)); }
+void lk_pool_free(void* pool) { delete static_cast<lk::Pool*>(pool); }
+}
+#pragma GCC visibility pop
