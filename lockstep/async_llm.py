@@ -1,0 +1,282 @@
+"""The asyncio door: an engine in a process of its own. Imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, Unpack, cast, overload
+
+from lockstep.engine.client import EngineClient, EngineUnavailable, OutputQueue, ProgressCallback
+from lockstep.outputs import (
+    CHAT_DEFAULTS,
+    COMPLETION_DEFAULTS,
+    Answer,
+    Conversation,
+    Delta,
+    GenerationError,
+    Params,
+    Prompt,
+    RequestBuilder,
+    Score,
+    is_one_conversation,
+    is_one_prompt,
+    score_requests,
+    spread_context,
+    spread_params,
+)
+from lockstep.settings import EngineSettings, engine_config
+from lockstep.types import (
+    Completion,
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    LockstepError,
+    Request,
+    SamplingParams,
+)
+from lockstep.weights import open_checkpoint
+
+if TYPE_CHECKING:
+    from lockstep.text import Tokenizer
+
+
+class AnswerStream:
+    """One request in the engine: iterate over its deltas, or await the whole answer."""
+
+    def __init__(self, client: EngineClient, queue: OutputQueue, answer: Answer) -> None:
+        self.answer = answer
+        self._client = client
+        self._queue = queue
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """The next delta.
+
+        Raises:
+            EngineUnavailable: the engine process died.
+            GenerationError: the engine failed on this request.
+        """
+        while not self.answer.done:
+            item = await self._queue.get()
+            if isinstance(item, LockstepError):
+                raise item
+            delta = self.answer.push(item)
+            if delta is None:
+                continue
+            if delta.finish_reason is FinishReason.ERROR:
+                self.cancel()
+                raise GenerationError(self.answer.failure, [self.answer.completion()])
+            if self.answer.done:
+                self.cancel()
+            return delta
+        raise StopAsyncIteration
+
+    def cancel(self) -> None:
+        """End the request in the engine; does nothing when it has ended."""
+        self._client.cancel(self.answer.request.id)
+
+    async def completion(self) -> Completion:
+        """The whole answer; cancelling the wait cancels the request."""
+        try:
+            async for _ in self:
+                pass
+        finally:
+            self.cancel()
+        return self.answer.completion()
+
+
+class AsyncLLM:
+    """A model in an engine process of its own, for asyncio programs and the server.
+
+    Use as `async with AsyncLLM("smollm2") as llm`, or call `start` and `close`. The
+    process is restarted when it dies; requests that were in it raise `EngineUnavailable`.
+
+    Args:
+        model, settings: as `LLM`.
+    """
+
+    def __init__(self, model: str = "smollm2", **settings: Unpack[EngineSettings]) -> None:
+        self._client = EngineClient(engine_config(model, **settings))
+        self._tokenizer: Tokenizer | None = None
+
+    @classmethod
+    def from_client(cls, client: EngineClient, tokenizer: Tokenizer | None = None) -> AsyncLLM:
+        """A door on a client that has not started yet; the tokenizer by default is its model's."""
+        llm = cls.__new__(cls)
+        llm._client = client
+        llm._tokenizer = tokenizer
+        return llm
+
+    async def start(self, progress: ProgressCallback | None = None) -> EngineInfo:
+        """Start the engine process and wait until it is ready.
+
+        Raises:
+            ModelError, ConfigError, EngineStartError: what is wrong, in one line.
+        """
+        if self._tokenizer is None:
+            name = self._client.config.model.name
+            self._tokenizer = await asyncio.to_thread(lambda: open_checkpoint(name).tokenizer())
+        return await self._client.start(progress)
+
+    async def close(self) -> None:
+        """Stop the engine process; calling again does nothing."""
+        await self._client.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @property
+    def client(self) -> EngineClient:
+        """The engine process as this door sees it."""
+        return self._client
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._client.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise EngineUnavailable("the engine has not started")
+        return self._tokenizer
+
+    @property
+    def builder(self) -> RequestBuilder:
+        """Makes requests for `submit`."""
+        return RequestBuilder(self.tokenizer, self.info)
+
+    def stats(self) -> EngineStats:
+        """The engine's gauges and counters as last reported (at most about a second old)."""
+        return self._client.stats
+
+    def flush_cache(self) -> None:
+        """Forget every cached prefix, before any request that is submitted later."""
+        self._client.flush_cache()
+
+    async def submit(self, requests: Sequence[Request]) -> list[AnswerStream]:
+        """Queue requests; returns when the engine has taken all of them, or none stays.
+
+        Raises:
+            RequestError, EngineUnavailable: as `EngineClient.submit`.
+        """
+        tasks = [asyncio.create_task(self._client.submit(request)) for request in requests]
+        try:
+            queues = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for request in requests:
+                self._client.cancel(request.id)
+            raise
+        return [
+            AnswerStream(self._client, queue, Answer(self.tokenizer, request))
+            for request, queue in zip(requests, queues, strict=True)
+        ]
+
+    @overload  # a str is one prompt, though it is a sequence of str too
+    async def generate(  # type: ignore[overload-overlap]
+        self, prompts: str | Sequence[int], params: Params = None
+    ) -> Completion: ...
+
+    @overload
+    async def generate(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], params: Params = None
+    ) -> list[Completion]: ...
+
+    async def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None
+    ) -> Completion | list[Completion]:
+        """As `LLM.generate`; cancelling the call cancels the requests."""
+        one = is_one_prompt(prompts)
+        batch = cast("Sequence[Prompt]", [prompts] if one else prompts)
+        builder = self.builder
+        requests = [
+            builder.build(builder.encode(prompt), own)
+            for prompt, own in zip(
+                batch, spread_params(params, COMPLETION_DEFAULTS, batch), strict=True
+            )
+        ]
+        completions = await self._run(requests)
+        return completions[0] if one else completions
+
+    @overload
+    async def chat(self, messages: Conversation, params: Params = None) -> Completion: ...
+
+    @overload
+    async def chat(
+        self, messages: Sequence[Conversation], params: Params = None
+    ) -> list[Completion]: ...
+
+    async def chat(
+        self, messages: Conversation | Sequence[Conversation], params: Params = None
+    ) -> Completion | list[Completion]:
+        """As `LLM.chat`; cancelling the call cancels the requests."""
+        one = is_one_conversation(messages) or not messages
+        batch = cast("Sequence[Conversation]", [messages] if one else messages)
+        builder = self.builder
+        requests = [
+            builder.build(builder.encode_chat(conversation), own, field="messages")
+            for conversation, own in zip(
+                batch, spread_params(params, CHAT_DEFAULTS, batch), strict=True
+            )
+        ]
+        completions = await self._run(requests)
+        return completions[0] if one else completions
+
+    async def score(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        context: Prompt | Conversation | Sequence[Prompt | Conversation] | None = None,
+        alternatives: int = 0,
+    ) -> Score | list[Score]:
+        """As `LLM.score`."""
+        one = is_one_prompt(texts)
+        batch = cast("Sequence[Prompt]", [texts] if one else texts)
+        requests, lengths = score_requests(
+            self.builder, batch, spread_context(context, batch), alternatives
+        )
+        completions = await self._run(requests)
+        scores = [Score.of(c, length) for c, length in zip(completions, lengths, strict=True)]
+        return scores[0] if one else scores
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
+        """Deltas of one completion as they are computed; leaving the loop cancels it."""
+        ids = self.builder.encode(prompt)
+        return self._stream(self.builder.build(ids, params or COMPLETION_DEFAULTS))
+
+    def stream_chat(
+        self, messages: Conversation, params: SamplingParams | None = None
+    ) -> AsyncIterator[Delta]:
+        """As `stream`, for the assistant's next message in a conversation."""
+        ids = self.builder.encode_chat(messages)
+        return self._stream(self.builder.build(ids, params or CHAT_DEFAULTS, field="messages"))
+
+    async def _stream(self, request: Request) -> AsyncIterator[Delta]:
+        (stream,) = await self.submit([request])
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            stream.cancel()
+
+    async def _run(self, requests: Sequence[Request]) -> list[Completion]:
+        streams = await self.submit(requests)
+        try:
+            return [await stream.completion() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.cancel()

@@ -1,0 +1,368 @@
+"""The blocking door: `LLM`, with the engine in this process.
+
+`AsyncLLM` and what both return are named here too. Importing this module imports
+no torch; making an `LLM` does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, Unpack, cast, overload
+
+from lockstep.async_llm import AnswerStream, AsyncLLM
+from lockstep.engine.client import EngineUnavailable
+from lockstep.outputs import (
+    CHAT_DEFAULTS,
+    COMPLETION_DEFAULTS,
+    Answer,
+    Conversation,
+    Delta,
+    GenerationError,
+    Params,
+    Prompt,
+    RequestBuilder,
+    Score,
+    is_one_conversation,
+    is_one_prompt,
+    score_requests,
+    spread_context,
+    spread_params,
+)
+from lockstep.progress import deferred_interrupt, progress_bar, wanted
+from lockstep.settings import EngineSettings, engine_config
+from lockstep.types import (
+    Completion,
+    EngineInfo,
+    EngineStats,
+    LockstepError,
+    Request,
+    RequestError,
+    SamplingParams,
+    SequenceOutput,
+)
+from lockstep.weights import open_checkpoint
+
+if TYPE_CHECKING:
+    from lockstep.engine.loop import Engine
+    from lockstep.text import Tokenizer
+
+__all__ = [
+    "LLM",
+    "AnswerStream",
+    "AsyncLLM",
+    "Delta",
+    "EngineUnavailable",
+    "GenerationError",
+    "Score",
+]
+
+
+class LLM:
+    """A model in this process, for scripts and notebooks.
+
+    Args:
+        model: a path, a packaged name ("smollm2", "gemma3-270m") or a hub id.
+        progress: show progress bars; None shows them on a terminal.
+        settings: see `EngineSettings`.
+
+    Calls from several threads share the engine's steps.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+        ConfigError: a setting is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        *,
+        progress: bool | None = None,
+        **settings: Unpack[EngineSettings],
+    ) -> None:
+        config = engine_config(model, **settings)
+        from lockstep.engine.loop import Engine
+
+        tokenizer = open_checkpoint(model).tokenizer()
+        with progress_bar(wanted(progress), "loading", 1.0) as advance:
+            engine = Engine.from_config(config, lambda stage, done: advance(done, stage))
+        self._set_up(engine, tokenizer, progress)
+
+    @classmethod
+    def from_engine(
+        cls, engine: Engine, tokenizer: Tokenizer, *, progress: bool | None = None
+    ) -> LLM:
+        """A door on an engine that exists already."""
+        llm = cls.__new__(cls)
+        llm._set_up(engine, tokenizer, progress)
+        return llm
+
+    def _set_up(self, engine: Engine, tokenizer: Tokenizer, progress: bool | None) -> None:
+        self._engine: Engine | None = engine
+        self._builder = RequestBuilder(tokenizer, engine.info)
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._inboxes: dict[str, deque[SequenceOutput]] = {}
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._builder.tokenizer
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._builder.info
+
+    def stats(self) -> EngineStats:
+        """The engine's gauges and counters."""
+        return self._open_engine().stats()
+
+    def flush_cache(self) -> None:
+        """Forget every cached prefix."""
+        self._open_engine().flush_cache()
+
+    def close(self) -> None:
+        """Free the model and its cache; calling again does nothing."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @overload  # a str is one prompt, though it is a sequence of str too
+    def generate(  # type: ignore[overload-overlap]
+        self, prompts: str | Sequence[int], params: Params = None, *, progress: bool | None = None
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+    ) -> Completion | list[Completion]:
+        """Continue each prompt; all run together.
+
+        Args:
+            prompts: a text or token ids, or a list of them. One in, one out; a list in,
+                a list out, in its order.
+            params: for all prompts, or one for each.
+
+        Raises:
+            RequestError: a prompt or parameter that cannot be served; nothing has run.
+            GenerationError: the engine failed on some of them.
+        """
+        one = is_one_prompt(prompts)
+        batch = cast("Sequence[Prompt]", [prompts] if one else prompts)
+        requests = [
+            self._builder.build(self._builder.encode(prompt), own)
+            for prompt, own in zip(
+                batch, spread_params(params, COMPLETION_DEFAULTS, batch), strict=True
+            )
+        ]
+        completions = self._run(requests, progress)
+        return completions[0] if one else completions
+
+    @overload
+    def chat(
+        self, messages: Conversation, params: Params = None, *, progress: bool | None = None
+    ) -> Completion: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[Completion]: ...
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+    ) -> Completion | list[Completion]:
+        """The assistant's next message in each conversation; all run together.
+
+        Args:
+            messages: a list of {"role", "content"}, or a list of such lists.
+            params: for all conversations, or one for each; by default up to the context's end.
+
+        Raises:
+            RequestError, GenerationError: as `generate`.
+        """
+        one = is_one_conversation(messages) or not messages
+        batch = cast("Sequence[Conversation]", [messages] if one else messages)
+        requests = [
+            self._builder.build(self._builder.encode_chat(conversation), own, field="messages")
+            for conversation, own in zip(
+                batch, spread_params(params, CHAT_DEFAULTS, batch), strict=True
+            )
+        ]
+        completions = self._run(requests, progress)
+        return completions[0] if one else completions
+
+    def score(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        context: Prompt | Conversation | Sequence[Prompt | Conversation] | None = None,
+        alternatives: int = 0,
+        progress: bool | None = None,
+    ) -> Score | list[Score]:
+        """Exact log-likelihood of given texts, each after a context if there is one.
+
+        Args:
+            texts: a text or token ids, or a list of them.
+            context: what precedes the texts and is not scored: a prompt or a conversation
+                for all, or a list with one for each. It is tokenised apart from the text.
+            alternatives: how many of the most probable tokens to report at each position.
+        """
+        one = is_one_prompt(texts)
+        batch = cast("Sequence[Prompt]", [texts] if one else texts)
+        requests, lengths = score_requests(
+            self._builder, batch, spread_context(context, batch), alternatives
+        )
+        completions = self._run(requests, progress)
+        scores = [Score.of(c, length) for c, length in zip(completions, lengths, strict=True)]
+        return scores[0] if one else scores
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Deltas of one completion as they are computed; closing the iterator cancels it."""
+        ids = self._builder.encode(prompt)
+        return self._stream(self._builder.build(ids, params or COMPLETION_DEFAULTS))
+
+    def stream_chat(
+        self, messages: Conversation, params: SamplingParams | None = None
+    ) -> Iterator[Delta]:
+        """As `stream`, for the assistant's next message in a conversation."""
+        ids = self._builder.encode_chat(messages)
+        return self._stream(self._builder.build(ids, params or CHAT_DEFAULTS, field="messages"))
+
+    def _open_engine(self) -> Engine:
+        if self._engine is None:
+            raise LockstepError("this LLM was closed")
+        return self._engine
+
+    def _stream(self, request: Request) -> Iterator[Delta]:
+        answer = Answer(self.tokenizer, request)
+        call = _Call(self, [request])
+        with call:
+            call.submit()
+            while not answer.done:
+                for output in call.next_outputs():
+                    delta = answer.push(output)
+                    if delta is not None:
+                        yield delta
+        if answer.failure:
+            raise GenerationError(answer.failure, [answer.completion()])
+
+    def _run(self, requests: Sequence[Request], progress: bool | None) -> list[Completion]:
+        answers = {request.id: Answer(self.tokenizer, request) for request in requests}
+        shown = wanted(self._progress if progress is None else progress)
+        finished = tokens = 0
+        with (
+            _Call(self, requests) as call,
+            progress_bar(shown, "generating", len(requests)) as advance,
+            deferred_interrupt() as check_interrupt,
+        ):
+            while finished < len(requests):
+                check_interrupt()
+                call.submit()
+                for output in call.next_outputs():
+                    answer = answers[output.request]
+                    if answer.done:
+                        continue
+                    answer.push(output)
+                    tokens += len(output.tokens)
+                    if answer.done:
+                        call.cancel(output.request)
+                        finished += 1
+                advance(finished, f"generating, {tokens} tokens")
+        completions = [answer.completion() for answer in answers.values()]
+        failures = [answer.failure for answer in answers.values() if answer.failure]
+        if failures:
+            raise GenerationError(
+                f"{len(failures)} of {len(requests)} answers failed: {failures[0]}", completions
+            )
+        return completions
+
+
+class _Call:
+    """The requests of one call among those of others, which may be open at the same time.
+
+    Whoever needs outputs runs the next step and hands the others theirs. Leaving the
+    context cancels what still runs.
+    """
+
+    def __init__(self, llm: LLM, requests: Sequence[Request]) -> None:
+        self._llm = llm
+        self._requests = requests
+        self._submitted = 0
+        self._inbox: deque[SequenceOutput] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._llm._engine is not None:
+            for request in self._requests[: self._submitted]:
+                self.cancel(request.id)
+
+    def submit(self) -> None:
+        """Hand over as many requests as the engine's queue takes."""
+        with self._llm._lock:
+            engine = self._llm._open_engine()
+            for request in self._requests[self._submitted :]:
+                try:
+                    engine.submit(request)
+                except RequestError as error:
+                    if error.code == "queue_full" and engine.has_work():
+                        return
+                    raise
+                self._submitted += 1
+                self._llm._inboxes[request.id] = self._inbox
+
+    def cancel(self, request_id: str) -> None:
+        """End a request in the engine; does nothing when it has ended."""
+        with self._llm._lock:
+            if self._llm._inboxes.pop(request_id, None) is not None:
+                self._llm._open_engine().cancel(request_id)
+
+    def next_outputs(self) -> list[SequenceOutput]:
+        """Outputs of this call's requests; runs a step when none is waiting."""
+        with self._llm._lock:
+            if not self._inbox:
+                for output in self._llm._open_engine().step():
+                    inbox = self._llm._inboxes.get(output.request)
+                    if inbox is not None:
+                        inbox.append(output)
+            outputs = list(self._inbox)
+            self._inbox.clear()
+            return outputs

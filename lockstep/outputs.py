@@ -1,0 +1,427 @@
+"""Both ends of a request at a door: prompt to `Request`, engine outputs to an answer.
+
+One code path for `LLM`, `AsyncLLM` and the HTTP server, and one for streamed and
+whole answers. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from lockstep.text import TextStream, Tokenizer
+from lockstep.types import (
+    MAX_SEED,
+    Choice,
+    Completion,
+    EngineInfo,
+    FinishReason,
+    LockstepError,
+    Request,
+    RequestError,
+    SamplingParams,
+    SequenceOutput,
+    TokenLogprob,
+)
+
+Prompt = str | Sequence[int]
+ChatMessage = Mapping[str, Any]
+Conversation = Sequence[ChatMessage]
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+T = TypeVar("T")
+
+COMPLETION_DEFAULTS = SamplingParams()
+CHAT_DEFAULTS = SamplingParams(max_tokens=None)
+MAX_PRIORITY = 2**31 - 1
+
+
+class GenerationError(LockstepError):
+    """The engine failed while it computed an answer.
+
+    Attributes:
+        completions: what there is, in the order of the prompts; the failed ones have
+            finish_reason "error".
+    """
+
+    def __init__(self, message: str, completions: Sequence[Completion] = ()) -> None:
+        super().__init__(message)
+        self.completions = tuple(completions)
+
+
+def is_one_prompt(prompts: object) -> bool:
+    """Whether `prompts` is one prompt (a text or token ids) and not a list of them."""
+    if isinstance(prompts, str):
+        return True
+    return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
+
+
+def is_one_conversation(messages: object) -> bool:
+    """Whether `messages` is one conversation and not a list of them."""
+    return isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], Mapping)
+
+
+class RequestBuilder:
+    """Turns prompts into engine requests: tokenises, resolves ids, validates.
+
+    Args:
+        tokenizer: the model's.
+        info: of the engine that will run the requests; it sets the limits.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
+        self.tokenizer = tokenizer
+        self.info = info
+
+    def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            RequestError: neither text nor token ids, empty, or an id outside the vocabulary.
+        """
+        if isinstance(prompt, str):
+            _check_text("prompt", prompt)
+            ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+            ids = self._check_ids(prompt)
+        else:
+            raise RequestError(
+                f"prompt must be a string or a list of token ids, got {type(prompt).__name__}",
+                field="prompt",
+            )
+        if not ids:
+            raise RequestError("prompt must not be empty", field="prompt", code="empty_prompt")
+        return ids
+
+    def encode_chat(
+        self, messages: Conversation, template_arguments: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn.
+
+        Raises:
+            RequestError: not a list of messages, no template, or the template's complaint.
+        """
+        if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+            raise RequestError(
+                "messages must be a non-empty list of {role, content}", field="messages"
+            )
+        for message in messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise RequestError(
+                    f"each message must be an object with a role, got {message!r}",
+                    field="messages",
+                )
+            _check_text("messages", json.dumps(message, ensure_ascii=False, default=str))
+        reserved = {"messages", "tools", "add_generation_prompt"} & set(template_arguments or {})
+        if reserved:
+            raise RequestError(
+                f"chat_template_kwargs may not set {', '.join(sorted(reserved))}",
+                field="chat_template_kwargs",
+            )
+        return self.tokenizer.encode_chat(messages, **(template_arguments or {}))
+
+    def build(
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str = "",
+        priority: int = 0,
+        field: str = "prompt",
+    ) -> Request:
+        """A request with its seed drawn and its stop and bad ids resolved.
+
+        Args:
+            ids: the prompt, already checked by `encode` or made by `encode_chat`.
+            field: what the client calls the prompt, for errors.
+
+        Raises:
+            RequestError: too long for the model, or an id outside the vocabulary.
+        """
+        self.check_length(len(ids), params, field=field)
+        self._check_params(params)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority must be an integer, got {priority!r}", field="priority")
+        if abs(priority) > MAX_PRIORITY:
+            raise RequestError(
+                f"priority must be in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {priority}",
+                field="priority",
+            )
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=secrets.randbelow(MAX_SEED))
+        ends = () if params.ignore_eos else self.tokenizer.eos_ids
+        return Request(
+            id=request_id or uuid.uuid4().hex,
+            prompt=tuple(ids),
+            sampling=params,
+            stop_ids=tuple(dict.fromkeys((*ends, *params.stop_token_ids))),
+            bad_ids=self.tokenizer.bad_word_ids(params.bad_words) if params.bad_words else (),
+            priority=priority,
+        )
+
+    def check_length(self, prompt_tokens: int, params: SamplingParams, *, field: str) -> None:
+        """Refuse what does not fit; nothing is ever cut off.
+
+        Raises:
+            RequestError: code "context_length_exceeded", with both numbers.
+        """
+        limit = self.info.max_context
+        wanted = 0 if params.max_tokens == 0 else 1
+        if prompt_tokens + wanted > limit:
+            raise RequestError(
+                f"the prompt has {prompt_tokens} tokens, but the model's context holds {limit}"
+                + (" including at least one to generate" if wanted else ""),
+                field=field,
+                code="context_length_exceeded",
+            )
+
+    def _check_ids(self, ids: Sequence[Any]) -> list[int]:
+        for index, token in enumerate(ids):
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise RequestError(
+                    f"prompt[{index}] must be a token id, got {token!r}", field="prompt"
+                )
+            self._check_id("prompt", token)
+        return list(ids)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        for token in params.logit_bias:
+            self._check_id("logit_bias", token)
+        for token in params.stop_token_ids:
+            self._check_id("stop_token_ids", token)
+        for token in params.logprob_token_ids:
+            self._check_id("logprob_token_ids", token)
+        for text in params.stop:
+            _check_text("stop", text)
+        for text in params.bad_words:
+            _check_text("bad_words", text)
+
+    def _check_id(self, field: str, token: int) -> None:
+        if not 0 <= token < self.info.vocab_size:
+            raise RequestError(
+                f"{field}: token id {token} is outside the vocabulary [0, {self.info.vocab_size})",
+                field=field,
+            )
+
+
+def _check_text(field: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{field} has a lone surrogate at character {error.start}: it is not valid Unicode",
+            field=field,
+        ) from None
+
+
+def spread_params(
+    params: Params, default: SamplingParams, batch: Sequence[T]
+) -> list[SamplingParams]:
+    """One SamplingParams for each entry of `batch`."""
+    if not isinstance(batch, Sequence):
+        raise RequestError(f"expected a list, got {type(batch).__name__}", field="prompt")
+    if params is None:
+        return [default] * len(batch)
+    if isinstance(params, SamplingParams):
+        return [params] * len(batch)
+    own = list(params)
+    if len(own) != len(batch):
+        raise RequestError(
+            f"{len(own)} sampling parameters for {len(batch)} prompts", field="params"
+        )
+    return own
+
+
+def spread_context(
+    context: Prompt | Conversation | Sequence[Prompt | Conversation] | None, batch: Sequence[T]
+) -> list[Prompt | Conversation | None]:
+    """One context for each entry of `batch`."""
+    if context is None or is_one_prompt(context) or is_one_conversation(context):
+        return [cast("Prompt | Conversation | None", context)] * len(batch)
+    return list(cast("Sequence[Prompt | Conversation]", context))
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step adds to one choice of an answer.
+
+    Attributes:
+        choice: index in [0, n).
+        text: characters to append; joined over the deltas they are the choice's text.
+        token_ids, logprobs: of the new tokens (`logprobs` empty unless asked for).
+        token_offsets: where each new token's text starts in the choice's text.
+        finish_reason: set on the last delta of the choice.
+        stop_reason: the stop string or client's stop token id that ended it, if one did.
+        cached_tokens: prompt tokens that came from the prefix cache.
+        prompt_logprobs: on the first delta of the answer, when asked for.
+    """
+
+    choice: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    token_offsets: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+class _ChoiceState:
+    """One choice under construction."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+        self.stream = TextStream(tokenizer, request.prompt, request.sampling)
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finish: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+
+
+class Answer:
+    """Builds the answer to one request from the engine's outputs.
+
+    Mutable; owned by whoever reads the outputs. `failure` is the engine's message
+    when a choice ended with an error.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+        self.request = request
+        self.cached_tokens = 0
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self.failure = ""
+        self._choices = [_ChoiceState(tokenizer, request) for _ in range(request.sampling.n)]
+
+    @property
+    def done(self) -> bool:
+        """Whether every choice has finished."""
+        return all(choice.finish is not None for choice in self._choices)
+
+    def push(self, output: SequenceOutput) -> Delta | None:
+        """Take one engine output.
+
+        Returns:
+            The delta, or None when the choice had already ended at a stop string. The
+            caller cancels the request once `done`: the engine knows no stop strings.
+        """
+        choice = self._choices[output.choice]
+        if choice.finish is not None:
+            return None
+        text = choice.stream.push(output.tokens, output.finish)
+        finish = output.finish
+        if isinstance(text.stopped, str):
+            finish = FinishReason.STOP
+        tokens = output.tokens[: text.tokens]
+        logprobs = output.logprobs[: text.tokens]
+        choice.text.append(text.text)
+        choice.token_ids.extend(tokens)
+        choice.logprobs.extend(logprobs)
+        choice.finish = finish
+        choice.stop_reason = text.stopped
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if finish is FinishReason.ERROR:
+            self.failure = output.error or "the step that computed it failed"
+        return Delta(
+            choice=output.choice,
+            text=text.text,
+            token_ids=tokens,
+            logprobs=logprobs,
+            token_offsets=text.token_offsets,
+            finish_reason=finish,
+            stop_reason=text.stopped,
+            cached_tokens=self.cached_tokens,
+            prompt_logprobs=output.prompt_logprobs,
+        )
+
+    def completion(self) -> Completion:
+        """The whole answer; choices that have not finished count as cancelled."""
+        return Completion(
+            id=self.request.id,
+            prompt_token_ids=self.request.prompt,
+            choices=tuple(
+                Choice(
+                    index=index,
+                    text="".join(choice.text),
+                    token_ids=tuple(choice.token_ids),
+                    finish_reason=choice.finish or FinishReason.CANCELLED,
+                    stop_reason=choice.stop_reason,
+                    logprobs=tuple(choice.logprobs),
+                )
+                for index, choice in enumerate(self._choices)
+            ),
+            cached_tokens=self.cached_tokens,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+def score_requests(
+    builder: RequestBuilder,
+    texts: Sequence[Prompt],
+    contexts: Sequence[Prompt | Conversation | None],
+    alternatives: int,
+) -> tuple[list[Request], list[int]]:
+    """Requests that score `texts`, each after its context, and the contexts' token counts.
+
+    A context and its text are tokenised apart and joined as ids, so that the scored
+    tokens do not depend on how the border would have been merged.
+
+    Raises:
+        RequestError: as `RequestBuilder.encode`, or different numbers of texts and contexts.
+    """
+    if len(contexts) != len(texts):
+        raise RequestError(
+            f"context has {len(contexts)} entries for {len(texts)} texts", field="context"
+        )
+    params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=alternatives)
+    requests: list[Request] = []
+    lengths: list[int] = []
+    for text, context in zip(texts, contexts, strict=True):
+        before: list[int] = []
+        if context is not None and is_one_conversation(context):
+            before = builder.encode_chat(cast("Conversation", context))
+        elif context is not None:
+            before = builder.encode(cast("Prompt", context))
+        ids = builder.encode(text, add_special_tokens=context is None)
+        requests.append(builder.build([*before, *ids], params))
+        lengths.append(len(before))
+    return requests, lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Log-likelihood of given tokens under the model.
+
+    Attributes:
+        token_ids: the scored tokens.
+        logprobs: natural-log probability of each given everything before it; None for
+            a first token that nothing precedes.
+        entries: rank and alternatives of each, as asked for.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float | None, ...]
+    entries: tuple[TokenLogprob | None, ...]
+
+    @property
+    def total(self) -> float:
+        """Sum of the logprobs that exist, added left to right."""
+        return sum((value for value in self.logprobs if value is not None), 0.0)
+
+    @classmethod
+    def of(cls, completion: Completion, context_tokens: int) -> Score:
+        """The score of a prompt's tokens after the first `context_tokens`."""
+        assert completion.prompt_logprobs is not None
+        entries = completion.prompt_logprobs[context_tokens:]
+        return cls(
+            token_ids=completion.prompt_token_ids[context_tokens:],
+            logprobs=tuple(None if entry is None else entry.logprob for entry in entries),
+            entries=entries,
+        )
