@@ -342,7 +342,11 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Gauges and counters of an engine; counters only grow."""
+    """Gauges and counters of an engine; counters only grow.
+
+    Sequences are counted, one a choice: submitted = running + waiting + finished +
+    cancelled + failed at any time.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -358,3 +362,4 @@ class EngineStats:
     finished: int = 0
     cancelled: int = 0
     failed: int = 0
+    submitted: int = 0

@@ -1,0 +1,18 @@
+"""The paged cache: who holds which page, and which prefixes can be reused.
+
+Where does my code go?
+
+- `pool.py`: slabs, pages and reference counts. Knows nothing of tokens.
+- `tree.py`: the prefix tree over token ids. Knows nothing of pages.
+- `groups/`: one file a kind of component (full attention, sliding window, ...):
+  where it can be reused, which pages a run writes, which it no longer reads.
+- `cache.py`: `PrefixCache` joins the three: match, open, grow, publish, trim, close,
+  eviction and the integrity check. The scheduler talks to this file only.
+
+A new kind of layer is one class in `groups/` and one line in its table.
+"""
+
+from lockstep.cache.cache import CacheStats, Lease, Match, PrefixCache, StepJournal, Want
+from lockstep.cache.tree import Identity
+
+__all__ = ["CacheStats", "Identity", "Lease", "Match", "PrefixCache", "StepJournal", "Want"]

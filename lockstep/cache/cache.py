@@ -1,0 +1,575 @@
+"""`PrefixCache`: pages, tree and groups together, as the scheduler sees them."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from lockstep.cache.groups import CacheGroup
+from lockstep.cache.pool import PagePool, PoolError
+from lockstep.cache.tree import Identity, Key, Node, PrefixTree
+from lockstep.runner.plan import PageCopy
+
+MOST_LOOKED_AT = 256
+"""Children of a node that a lookup considers for a page to copy when the nearest has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A group that a layer range needs, and the group's own identity ("" in the trunk)."""
+
+    group: int
+    own: str = ""
+
+
+@dataclass(slots=True)
+class Match:
+    """What a lookup found; holds no reference and is valid until the cache changes.
+
+    Attributes:
+        nodes, walked: as `PrefixTree.walk` returns them.
+        length: tokens usable now by every wanted group.
+        soon: tokens usable once the plan being prepared has run: a page that it still
+            fills can be read whole at once but not copied in part. At least `length`.
+    """
+
+    identity: Identity
+    wants: tuple[Want, ...]
+    nodes: list[Node]
+    walked: int
+    length: int
+    soon: int
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Counters of the cache.
+
+    Attributes:
+        lookups: sequences that looked for a prefix and were admitted, or tried.
+        walked, matched: tokens that the tree knew, and of these that every group could
+            use; the difference lacked a component (evicted, or a state never kept).
+        copies: pages copied on write. evictions: components dropped for room.
+    """
+
+    lookups: int = 0
+    walked: int = 0
+    matched: int = 0
+    copies: int = 0
+    evictions: int = 0
+
+
+class Lease:
+    """The pages that one live sequence holds: one reference per table entry that is not -1.
+
+    Made by `PrefixCache.open`, ended by `PrefixCache.close`; only the cache mutates it.
+    Every page is frozen (shared, or filled) except those from `published` on, which this
+    sequence alone writes, appending; what the tree names of such a page is already written.
+
+    Attributes:
+        tables: per group of the model, the page table (empty for a group not wanted).
+        published: full pages of this sequence that the tree knows.
+        covered: positions below this have pages.
+    """
+
+    __slots__ = ("covered", "first", "keys", "node", "published", "tables", "tail")
+
+    def __init__(self, num_groups: int, keys: tuple[Key, ...], node: Node) -> None:
+        self.tables: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
+        self.keys = keys
+        self.node = node  # deepest published node
+        self.published = 0
+        self.covered = 0
+        self.first = [0] * num_groups  # entries before this are -1
+        self.tail: Node | None = None  # the node of the page being filled, if published
+
+
+@dataclass(slots=True)
+class StepJournal:
+    """What a plan in preparation did to the cache, until `commit` or `rollback`.
+
+    Attributes:
+        adopted: components that the tree took over, whose pages the plan fills.
+        swaps: (lease, group, index, page): a second copy of a page that the tree
+            already has; the lease takes the tree's page when the step is done.
+        pins: (group, page): sources of copies.
+    """
+
+    adopted: list[tuple[Node, Key, int]] = field(default_factory=list)
+    swaps: list[tuple[Lease, int, int, int]] = field(default_factory=list)
+    pins: list[tuple[int, int]] = field(default_factory=list)
+
+
+class PrefixCache:
+    """Reusable prefixes over a pool that is never over-committed.
+
+    One eviction policy: least recently released first, over all groups, among components
+    that only the tree holds. A sequence releases its pages last to first, so of a chain
+    the leaf goes first; a node may lose its sliding component and keep full attention.
+
+    Failure: `open` and `grow` report a full pool by their result and leave nothing
+    half-done; `PoolError` means a defect in the caller. Not thread-safe.
+
+    Args:
+        pool: owned by this cache from here on.
+        groups: one per layer group, in the model's order.
+        page_tokens: tokens of a page, equal for all groups.
+        keep: False drops a component as soon as no live sequence holds its page.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        groups: Sequence[CacheGroup],
+        page_tokens: int,
+        *,
+        keep: bool = True,
+    ) -> None:
+        self.pool = pool
+        self.groups = tuple(groups)
+        self.page_tokens = page_tokens
+        self.keep = keep
+        self.tree = PrefixTree(page_tokens)
+        self.stats = CacheStats()
+        self._owner: list[dict[int, tuple[Node, Key]]] = [{} for _ in self.groups]
+        self._idle: OrderedDict[tuple[int, int], None] = OrderedDict()  # oldest first
+        self._idle_pages = [0] * len(self.groups)
+        self._unwritten: set[tuple[int, int]] = set()  # adopted, their plan not done
+
+    # --- sizes -----------------------------------------------------------------
+
+    def wants(self, layers: tuple[int, int], own: str = "") -> tuple[Want, ...]:
+        """The groups with a layer in the half-open range `layers`."""
+        begin, end = layers
+        return tuple(
+            Want(group.index, own)
+            for group in self.groups
+            if any(begin <= layer < end for layer in group.layers.layers)
+        )
+
+    def fits_alone(self, length: int) -> bool:
+        """Whether a lone sequence can grow to `length` tokens in this pool."""
+        pages = [group.live_pages(length) for group in self.groups]
+        return self.pool.slabs_for(pages) <= self.pool.num_slabs
+
+    def capacity(self, most: int) -> int:
+        """The largest length <= `most` that `fits_alone`."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.fits_alone(middle) else (low, middle - 1)
+        return low
+
+    def could_fit(self, needs: Sequence[int]) -> bool:
+        """Whether `needs[g]` more pages of every group fit if all idle pages were evicted
+        and the rest packed tightly. Exact for one group, optimistic for several."""
+        held = [
+            used - idle + need
+            for used, idle, need in zip(self.pool.used, self._idle_pages, needs, strict=True)
+        ]
+        return self.pool.slabs_for(held) <= self.pool.num_slabs
+
+    def demand(self, match: Match, length: int) -> list[int]:
+        """Pages per group that a sequence of `length` tokens would take beside those of
+        `match` that live sequences hold anyway."""
+        needs = [0] * len(self.groups)
+        for want in match.wants:
+            group = self.groups[want.group]
+            refs = self.pool.refs[want.group]
+            key = (want.group, want.own)
+            whole = match.length // self.page_tokens
+            shared = sum(
+                1
+                for node in match.nodes[group.first_needed(match.length) : whole]
+                if key in node.components and refs[node.components[key]] > 1
+            )
+            needs[want.group] = max(0, group.live_pages(length) - shared)
+        return needs
+
+    def outstanding(self, lease: Lease, length: int) -> list[int]:
+        """Pages per group that the lease may still take to reach `length` tokens."""
+        needs = [0] * len(self.groups)
+        for index, _ in lease.keys:
+            held = len(lease.tables[index]) - lease.first[index]
+            needs[index] = max(0, self.groups[index].live_pages(length) - held)
+        return needs
+
+    @property
+    def pages_cached(self) -> int:
+        """Pages that only the tree holds."""
+        return len(self._idle)
+
+    @property
+    def pages_used(self) -> int:
+        """Pages that live sequences hold."""
+        return sum(self.pool.used) - len(self._idle)
+
+    # --- a sequence's way --------------------------------------------------------
+
+    def match(
+        self, identity: Identity, tokens: Sequence[int], limit: int, wants: tuple[Want, ...]
+    ) -> Match:
+        """The longest prefix of `tokens[:limit]` at which every wanted group has its component."""
+        nodes, walked = self.tree.walk(identity, tokens, limit)
+        if walked % self.page_tokens:
+            self._prefer_ready(
+                nodes, tuple(tokens[walked - walked % self.page_tokens : walked]), wants
+            )
+        soon = self._usable(nodes, walked, wants)
+        length = soon
+        inside = soon % self.page_tokens
+        if inside and not self._ready(nodes[soon // self.page_tokens], wants):
+            length = self._usable(nodes, soon - inside, wants)
+        return Match(identity, wants, nodes, walked, length, soon)
+
+    def _prefer_ready(
+        self, nodes: list[Node], begun: tuple[int, ...], wants: tuple[Want, ...]
+    ) -> None:
+        """Of the nodes whose page begins with these tokens, take one that can be copied now."""
+        if self._ready(nodes[-1], wants):
+            return
+        parent = nodes[-1].parent
+        assert parent is not None
+        for node in islice(self.tree.beginning_with(parent, begun), MOST_LOOKED_AT):
+            if self._ready(node, wants):
+                nodes[-1] = node
+                return
+
+    def _ready(self, node: Node, wants: tuple[Want, ...]) -> bool:
+        """Whether every wanted component is there, and written."""
+        for want in wants:
+            page = node.components.get((want.group, want.own))
+            if page is None or (want.group, page) in self._unwritten:
+                return False
+        return True
+
+    def _usable(self, nodes: list[Node], length: int, wants: tuple[Want, ...]) -> int:
+        settled = False
+        while not settled and length:
+            settled = True
+            for want in wants:
+                usable = self.groups[want.group].reusable(nodes, length, (want.group, want.own))
+                if usable < length:
+                    length, settled = usable, False
+        return length
+
+    def open(self, match: Match, journal: StepJournal) -> tuple[Lease, int, list[PageCopy]]:
+        """A lease on the matched pages; returns it, the tokens covered, and copies to plan.
+
+        A page matched in part is copied (the source is pinned by the journal); when the
+        pool has no page for that, the match falls back to whole pages.
+        """
+        length = match.length
+        self.stats.lookups += 1
+        self.stats.walked += match.walked
+        self.stats.matched += length
+        lease = self._lease(match, length)
+        if length % self.page_tokens == 0:
+            return lease, length, []
+        place = length // self.page_tokens
+        sources = [
+            (group, match.nodes[place].components[(group, own)]) for group, own in lease.keys
+        ]
+        needs = [0] * len(self.groups)
+        for group, page in sources:
+            self._retain(group, page)
+            needs[group] = 1
+        copies = []
+        if self._reserve(needs):
+            for group, page in sources:
+                target = self.pool.allocate(group)
+                lease.tables[group].append(target)
+                copies.append(PageCopy(group, page, target))
+            journal.pins.extend(sources)
+            lease.covered = (place + 1) * self.page_tokens
+            self.stats.copies += len(copies)
+            return lease, length, copies
+        for group, page in sources:
+            self._release(group, page)
+        self.close(lease)
+        length = self._usable(match.nodes, place * self.page_tokens, match.wants)
+        length -= length % self.page_tokens
+        return self._lease(match, length), length, []
+
+    def _lease(self, match: Match, length: int) -> Lease:
+        """Take the whole pages of `match` below `length`."""
+        whole = length // self.page_tokens
+        node = match.nodes[whole - 1] if whole else self.tree.root(match.identity)
+        node.pins += 1
+        keys = tuple((want.group, want.own) for want in match.wants)
+        lease = Lease(len(self.groups), keys, node)
+        lease.published = whole
+        lease.covered = whole * self.page_tokens
+        for key in keys:
+            index = key[0]
+            first = min(self.groups[index].first_needed(length), whole)
+            lease.first[index] = first
+            table = lease.tables[index]
+            table.extend([-1] * first)
+            for held in match.nodes[first:whole]:
+                page = held.components.get(key, -1)
+                table.append(page)
+                if page >= 0:
+                    self._retain(index, page)
+        return lease
+
+    def grow(self, lease: Lease, start: int, end: int) -> bool:
+        """Give the lease every page that computing positions [start, end) writes.
+
+        Evicts as needed. False, with the lease unchanged, when the pool cannot hold them.
+        """
+        size = self.page_tokens
+        needs = [0] * len(self.groups)
+        places: list[tuple[int, list[int]]] = []
+        for index, _ in lease.keys:
+            table = lease.tables[index]
+            missing = [
+                place
+                for place in self.groups[index].writes(start, end)
+                if place >= len(table) or table[place] < 0
+            ]
+            needs[index] = len(missing)
+            places.append((index, missing))
+        if not self._reserve(needs):
+            return False
+        last = (end - 1) // size
+        for index, missing in places:
+            table = lease.tables[index]
+            if len(table) <= last:
+                table.extend([-1] * (last + 1 - len(table)))
+            for place in missing:
+                table[place] = self.pool.allocate(index)
+        lease.covered = max(lease.covered, (last + 1) * size)
+        return True
+
+    def trim(self, lease: Lease, position: int) -> None:
+        """Release the entries that no query at `position` or later reads."""
+        for index, _ in lease.keys:
+            first = lease.first[index]
+            needed = min(self.groups[index].first_needed(position), len(lease.tables[index]))
+            if first < needed:
+                table = lease.tables[index]
+                for place in range(first, needed):
+                    if table[place] >= 0:
+                        self._release(index, table[place])
+                        table[place] = -1
+                lease.first[index] = needed
+
+    def publish(
+        self,
+        lease: Lease,
+        tokens: Sequence[int],
+        end: int,
+        journal: StepJournal | None,
+        *,
+        tail: bool = False,
+    ) -> None:
+        """Let the tree know the lease's full pages below `end`, and with `tail` the page begun.
+
+        With a journal the pages are being filled by the plan in preparation; without one
+        they have been filled. A page that the tree has already is marked for a swap.
+        """
+        size = self.page_tokens
+        while (lease.published + 1) * size <= end:
+            place = lease.published
+            run = tuple(tokens[place * size : (place + 1) * size])
+            self._drop_tail(lease)
+            self._stand(lease, self.tree.child(lease.node, run))
+            lease.published += 1
+            for key in lease.keys:
+                self._offer(lease, place, key, journal)
+        rest = tuple(tokens[lease.published * size : end]) if tail else ()
+        if rest and (lease.tail is None or lease.tail.tokens != rest):
+            self._drop_tail(lease)
+            self._publish_tail(lease, rest, journal)
+
+    def _offer(self, lease: Lease, place: int, key: Key, journal: StepJournal | None) -> None:
+        index = key[0]
+        table = lease.tables[index]
+        page = table[place] if place < len(table) else -1
+        if page < 0:
+            return
+        held = lease.node.components.get(key)
+        if held is None:
+            self._adopt(lease.node, key, page, journal)
+        elif held != page and journal is not None:
+            self._retain(index, held)
+            journal.swaps.append((lease, index, place, held))
+
+    def _publish_tail(
+        self, lease: Lease, rest: tuple[int, ...], journal: StepJournal | None
+    ) -> None:
+        keys = [key for key in lease.keys if self.groups[key[0]].partial]
+        if lease.node.order:
+            near, shared = self.tree.nearest(lease.node, rest)
+            if shared == len(rest) and all(key in near.components for key in keys):
+                return  # a longer page serves whoever would look for this one
+        node = self.tree.child(lease.node, rest)
+        for key in keys:
+            page = lease.tables[key[0]][lease.published]
+            if key not in node.components and page >= 0:
+                self._adopt(node, key, page, journal)
+        self.tree.prune(node)
+        lease.tail = node
+
+    def _drop_tail(self, lease: Lease) -> None:
+        """Forget the begun page's node: a node of more tokens of the same page follows."""
+        node, lease.tail = lease.tail, None
+        if node is None:
+            return
+        for key in lease.keys:
+            table = lease.tables[key[0]]
+            page = node.components.get(key, -1)
+            if page >= 0 and lease.published < len(table) and table[lease.published] == page:
+                self._disown(node, key)
+
+    def close(self, lease: Lease, tokens: Sequence[int] = (), computed: int = 0) -> None:
+        """End a lease; `tokens[:computed]` stay in the tree as far as it keeps anything."""
+        if computed and self.keep:
+            self.publish(lease, tokens, computed, None, tail=True)
+        for index, _ in reversed(lease.keys):
+            table = lease.tables[index]
+            for place in range(len(table) - 1, lease.first[index] - 1, -1):
+                if table[place] >= 0:
+                    self._release(index, table[place])
+            table.clear()
+        lease.node.pins -= 1
+        self.tree.prune(lease.node)
+
+    # --- a step's end ------------------------------------------------------------
+
+    def commit(self, journal: StepJournal) -> None:
+        """The plan has run: its pages are written."""
+        for _, key, page in journal.adopted:
+            self._unwritten.discard((key[0], page))
+        for lease, index, place, page in journal.swaps:
+            own = lease.tables[index][place]
+            lease.tables[index][place] = page
+            self._release(index, own)
+        for index, page in journal.pins:
+            self._release(index, page)
+
+    def rollback(self, journal: StepJournal) -> None:
+        """The plan failed: what it registered is undone. Its sequences' leases must then be
+        closed without tokens; they are the only ones that can hold the pages in question."""
+        for node, key, page in reversed(journal.adopted):
+            if node.components.get(key) == page:
+                self._disown(node, key)
+        for _, index, _, page in journal.swaps:
+            self._release(index, page)
+        for index, page in journal.pins:
+            self._release(index, page)
+
+    def flush(self) -> None:
+        """Evict every component that no live sequence holds."""
+        while self._idle:
+            self._evict()
+
+    # --- references ----------------------------------------------------------------
+
+    def _reserve(self, needs: Sequence[int]) -> bool:
+        if self.pool.can_allocate(needs):
+            return True
+        if not self.could_fit(needs):
+            return False
+        while self._idle:
+            self._evict()
+            if self.pool.can_allocate(needs):
+                return True
+        return False
+
+    def _evict(self) -> None:
+        index, page = next(iter(self._idle))
+        self._disown(*self._owner[index][page])
+        self.stats.evictions += 1
+
+    def _retain(self, index: int, page: int) -> None:
+        if self.pool.retain(index, page) == 2 and page in self._owner[index]:
+            del self._idle[(index, page)]
+            self._idle_pages[index] -= 1
+
+    def _release(self, index: int, page: int) -> None:
+        if self.pool.release(index, page) == 1 and page in self._owner[index]:
+            self._idle[(index, page)] = None
+            self._idle_pages[index] += 1
+            if not self.keep:
+                self._disown(*self._owner[index][page])
+
+    def _adopt(self, node: Node, key: Key, page: int, journal: StepJournal | None) -> None:
+        index = key[0]
+        if page in self._owner[index]:
+            raise PoolError(f"page {page} of group {index} is in the tree twice")
+        self.pool.retain(index, page)
+        node.components[key] = page
+        self._owner[index][page] = (node, key)
+        if journal is not None:
+            journal.adopted.append((node, key, page))
+            self._unwritten.add((index, page))
+
+    def _disown(self, node: Node, key: Key) -> None:
+        index = key[0]
+        page = node.components.pop(key)
+        del self._owner[index][page]
+        self._unwritten.discard((index, page))
+        if (index, page) in self._idle:
+            del self._idle[(index, page)]
+            self._idle_pages[index] -= 1
+        self.pool.release(index, page)
+        self.tree.prune(node)
+
+    def _stand(self, lease: Lease, node: Node) -> None:
+        node.pins += 1
+        lease.node.pins -= 1
+        lease.node = node
+
+    # --- proof -----------------------------------------------------------------------
+
+    def check_integrity(self, leases: Iterable[Lease], journal: StepJournal | None = None) -> None:
+        """Raise `PoolError` unless every reference has exactly one holder that is known.
+
+        O(pool). Args: every live lease, and the journal of a plan that has not ended.
+        """
+        self.pool.check_integrity()
+        held: Counter[tuple[int, int]] = Counter()
+        pins: Counter[int] = Counter()
+        for lease in leases:
+            pins[id(lease.node)] += 1
+            for index, table in enumerate(lease.tables):
+                held.update((index, page) for page in table if page >= 0)
+        if journal is not None:
+            held.update(journal.pins)
+            held.update((index, page) for _, index, _, page in journal.swaps)
+        live = Counter(held)
+        nodes = self.tree.nodes()
+        for node in nodes:
+            if node.pins != pins[id(node)]:
+                raise PoolError(f"a node has {node.pins} pins, {pins[id(node)]} leases stand there")
+            if not (node.components or node.children or node.pins):
+                raise PoolError("an empty node was left in the tree")
+            if sorted(node.children) != node.order:
+                raise PoolError("a node's children and their order differ")
+            for key, page in node.components.items():
+                held[(key[0], page)] += 1
+                if self._owner[key[0]].get(page) != (node, key):
+                    raise PoolError(f"page {page} of group {key[0]} has another owner in the books")
+        if sum(len(owner) for owner in self._owner) != sum(len(n.components) for n in nodes):
+            raise PoolError("the books name components that the tree does not hold")
+        for index, refs in enumerate(self.pool.refs):
+            for page, count in enumerate(refs):
+                if count != held[(index, page)]:
+                    raise PoolError(
+                        f"page {page} of group {index}: {count} references, "
+                        f"{held[(index, page)]} holders"
+                    )
+        idle = {
+            (index, page)
+            for index, owner in enumerate(self._owner)
+            for page in owner
+            if not live[(index, page)]
+        }
+        if idle != set(self._idle):
+            raise PoolError("the eviction order does not name exactly the idle components")
+        if self._idle_pages != [sum(1 for i, _ in idle if i == g) for g in range(len(self.groups))]:
+            raise PoolError("idle page counts are wrong")

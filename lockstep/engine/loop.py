@@ -1,0 +1,220 @@
+"""`Engine`: checks requests, then plans and runs one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from lockstep.cache import PrefixCache
+from lockstep.cache.groups import make_groups
+from lockstep.cache.pool import PagePool
+from lockstep.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
+from lockstep.engine.scheduler import Scheduler, check_result
+from lockstep.runner.plan import Executor
+from lockstep.types import EngineInfo, EngineStats, Request, RequestError, SequenceOutput
+
+
+class Engine:
+    """Requests in, outputs out; one thread calls every method.
+
+    A step that raises ends its own sequences with `FinishReason.ERROR`; the engine goes on.
+
+    Args:
+        executor: runs plans; a `Runner`, or a fake without a model.
+        scheduler_config, cache_config: budgets and pool.
+        info: what `Runner.info()` says; made from the executor's geometry when absent.
+
+    Raises:
+        ConfigError: a setting that does not go with the executor.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler_config: SchedulerConfig,
+        cache_config: CacheConfig,
+        info: EngineInfo | None = None,
+    ) -> None:
+        if scheduler_config.max_context > executor.max_context:
+            raise ConfigError(
+                f"max_context ({scheduler_config.max_context}) exceeds the model's "
+                f"({executor.max_context})"
+            )
+        self._executor: Executor | None = executor
+        self._vocab_size = executor.vocab_size
+        self._max_queue = scheduler_config.max_queue
+        self._cache = PrefixCache(
+            PagePool(executor.num_slabs, executor.pages_per_slab),
+            make_groups(executor.groups, executor.page_tokens),
+            executor.page_tokens,
+            keep=cache_config.prefix_caching,
+        )
+        self._max_context = scheduler_config.max_context or executor.max_context
+        self._pool_tokens = self._cache.capacity(self._max_context)
+        self.info = info or _describe(executor, self._max_context)
+        layers = (0, executor.num_layers)
+        self._scheduler = Scheduler(self._cache, scheduler_config, layers, self.info.fingerprint)
+        self._outbox: list[SequenceOutput] = []  # outputs of what happened between steps
+
+    @classmethod
+    def from_config(
+        cls, config: EngineConfig, progress: Callable[[str, float], None] | None = None
+    ) -> Engine:
+        """Load the model that the configuration names and start an engine on it.
+
+        Args:
+            progress: called with what is being loaded and the share done, in [0, 1].
+
+        Raises:
+            ModelError, ConfigError: naming the file, key or setting at fault.
+        """
+        # The runner imports torch; whoever drives a scheduler without a model need not.
+        from lockstep.runner import load_runner
+
+        runner = load_runner(config, progress)
+        return cls(runner, config.scheduler, config.cache, runner.info())
+
+    # --- requests ---------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its outputs come from later steps.
+
+        Raises:
+            RequestError: it cannot be served as it stands; nothing was queued.
+        """
+        scheduler = self._scheduler
+        if request.id in scheduler.requests:
+            raise RequestError(
+                f"request id {request.id!r} is in use", field="id", code="duplicate_id"
+            )
+        if self._max_queue and len(scheduler.waiting) >= self._max_queue:
+            raise RequestError(
+                f"{len(scheduler.waiting)} requests wait already (limit {self._max_queue})",
+                code="queue_full",
+            )
+        self._check_ids(request)
+        scheduler.add(request, self._max_len(request))
+
+    def _check_ids(self, request: Request) -> None:
+        if not request.prompt:
+            raise RequestError("the prompt has no tokens", field="prompt", code="empty_prompt")
+        params = request.sampling
+        named: tuple[tuple[str, Iterable[int]], ...] = (
+            ("prompt", request.prompt),
+            ("stop_token_ids", request.stop_ids),
+            ("logit_bias", params.logit_bias),
+            ("logprob_token_ids", params.logprob_token_ids),
+            ("bad_words", (token for ids in request.bad_ids for token in ids)),
+        )
+        for name, tokens in named:
+            for token in tokens:
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise RequestError(f"{name} holds {token!r}, not a token id", field=name)
+                if not 0 <= token < self._vocab_size:
+                    raise RequestError(
+                        f"{name} holds token id {token}, beyond the vocabulary "
+                        f"of {self._vocab_size}",
+                        field=name,
+                        code="token_out_of_range",
+                    )
+
+    def _max_len(self, request: Request) -> int:
+        """Most tokens of a choice, prompt included; checks them against context and pool."""
+        length = len(request.prompt)
+        wanted = request.sampling.max_tokens
+        limit = self._max_context
+        room = limit if wanted == 0 else limit - 1  # a prompt must leave room for a token
+        if length > room:
+            raise RequestError(
+                f"the prompt has {length} tokens, the context holds {limit}"
+                + ("" if wanted == 0 else ", of which at least one is for the answer"),
+                field="prompt",
+                code="context_length_exceeded",
+            )
+        pool = self._pool_tokens
+        if wanted is None:
+            most = max(length + 1, min(limit, pool))
+        else:
+            most = min(length + wanted, limit)
+        if most > pool:
+            raise RequestError(
+                f"prompt and answer may need {most} tokens, the cache holds {pool}",
+                field="prompt" if length >= pool else "max_tokens",
+                code="context_length_exceeded",
+            )
+        return most
+
+    def cancel(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one choice of it; the next step reports it. Unknown ids are ignored."""
+        self._outbox.extend(self._scheduler.cancel(request_id, choice))
+
+    # --- steps --------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        """Whether `step` has something to run or to report."""
+        return self._scheduler.has_work or bool(self._outbox)
+
+    def step(self) -> list[SequenceOutput]:
+        """Plan and run one step.
+
+        Returns cancellations since the last step, then one output per sequence that drew a
+        token or ended, in the plan's order. An empty list while prompts are computed.
+        """
+        if self._executor is None:
+            raise RequestError("the engine is closed", code="closed")
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            try:
+                result = self._executor.execute(plan)
+                check_result(plan, result)
+            except BaseException as error:
+                text = f"{type(error).__name__}: {error}"
+                self._outbox.extend(self._scheduler.fail(plan, text))
+                if not isinstance(error, Exception):  # an interrupt is not the step's fault
+                    raise
+            else:
+                self._outbox.extend(self._scheduler.complete(plan, result))
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters as they stand."""
+        return self._scheduler.stats()
+
+    def flush_cache(self) -> None:
+        """Forget every cached prefix that no live sequence uses."""
+        self._cache.flush()
+
+    def check_integrity(self) -> None:
+        """Raise `PoolError` if a page is lost or counted wrongly. O(pool); for tests and idling."""
+        leases = [s.lease for s in self._scheduler.running if s.lease is not None]
+        self._cache.check_integrity(leases)
+
+    def close(self) -> None:
+        """Cancel everything and let go of the executor; closing twice is fine."""
+        for request_id in list(self._scheduler.requests):
+            self._scheduler.cancel(request_id)
+        self._outbox.clear()
+        self._cache.flush()
+        self._executor = None
+
+
+def _describe(executor: Executor, max_context: int) -> EngineInfo:
+    """Information about an executor that has no model behind it."""
+    pages = executor.num_slabs * min(executor.pages_per_slab)
+    return EngineInfo(
+        model=type(executor).__name__,
+        architecture="none",
+        dtype="none",
+        device="none",
+        backend="none",
+        threads=1,
+        vocab_size=executor.vocab_size,
+        num_layers=executor.num_layers,
+        max_context=max_context,
+        page_tokens=executor.page_tokens,
+        pool_tokens=pages * executor.page_tokens,
+        pool_bytes=0,
+        weight_bytes=0,
+        fingerprint="",
+        load_seconds=0.0,
+    )

@@ -1,0 +1,507 @@
+"""Which token runs go into the next step: pure bookkeeping, no tensors, no clock.
+
+State in (`add`, `cancel`), plan out (`schedule`), results back (`complete` or `fail`).
+The policy, in the order in which a step is filled:
+
+1. The most important running sequence (lowest priority value, then oldest) comes first and
+   may take the pages of every other one, so something always advances.
+2. Sequences that decode take one token each, by importance.
+3. What is left of the budget goes to prompts: of equal priority, the ones that have had
+   the fewest tokens since admission first (a new short prompt overtakes a long one), each
+   at most `max_chunk_tokens` while others compete. Waiting sequences are admitted here.
+
+When pages run out the least important sequence that is not yet in the plan is preempted:
+its pages go back (the tree keeps what it can) and it is computed again later. If none is
+left to preempt, a sequence sits the step out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from lockstep.cache import Identity, Match, PrefixCache, StepJournal
+from lockstep.cache.tree import common_prefix
+from lockstep.config import SchedulerConfig
+from lockstep.engine.sequence import Sequence, State
+from lockstep.runner.plan import PageCopy, Plan, StepResult, TokenRun
+from lockstep.types import (
+    EngineStats,
+    FinishReason,
+    LockstepError,
+    Request,
+    SequenceOutput,
+    TokenLogprob,
+)
+
+WORTH_WAITING = 20
+"""A sequence waits for a prefix that another one computes if that saves it at least one
+in this many of the tokens that it would have to compute itself."""
+
+
+COUNTERS = (
+    "submitted",
+    "steps",
+    "prompt_tokens",
+    "cached_tokens",
+    "computed_tokens",
+    "generated_tokens",
+    "preemptions",
+    "finished",
+    "cancelled",
+    "failed",
+)
+
+
+def _by_rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank
+
+
+class _Admission(Enum):
+    STARTED = 1
+    SKIPPED = 2  # it waits for a prefix; others may go first
+    BLOCKED = 3  # no page or no place; nobody overtakes it
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in preparation. `members[i]` is the sequence of `runs[i]`."""
+
+    step: int
+    budget: int
+    runs: list[TokenRun] = field(default_factory=list)
+    members: list[Sequence] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
+    journal: StepJournal = field(default_factory=StepJournal)
+
+
+def check_result(plan: Plan, result: StepResult) -> None:
+    """Raise `LockstepError` unless the result answers everything that the plan asked."""
+    if result.step != plan.step or len(result.runs) != len(plan.runs):
+        raise LockstepError(
+            f"step {plan.step} of {len(plan.runs)} runs was answered by "
+            f"step {result.step} of {len(result.runs)} runs"
+        )
+    for run, drawn in zip(plan.runs, result.runs, strict=True):
+        wanted = sum(1 for target in run.prompt_targets if target >= 0)
+        if (run.sample is not None and drawn.token is None) or len(drawn.prompt_logprobs) != wanted:
+            raise LockstepError(
+                f"step {plan.step}, sequence {run.sequence}: a token or a logprob is missing"
+            )
+
+
+class Scheduler:
+    """Continuous batching over a `PrefixCache`.
+
+    `schedule` and `complete` (or `fail`) alternate; `add` and `cancel` come between a
+    complete and the next schedule. Ownership: the scheduler owns the leases of running
+    sequences. Failure: `fail` ends the plan's sequences and undoes what it registered.
+
+    Args:
+        cache: pages and prefixes; must hold any single sequence that is added.
+        config: budgets. layers: the trunk's layer range. model: for the cache identity.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, config: SchedulerConfig, layers: tuple[int, int], model: str
+    ) -> None:
+        self.cache = cache
+        self.config = config
+        self.layers = layers
+        self.model = model
+        self.wants = cache.wants(layers)
+        self.running: list[Sequence] = []  # by rank
+        self.waiting: list[Sequence] = []  # by rank
+        self.requests: dict[str, list[Sequence]] = {}  # live ones
+        self._under_way: _Draft | None = None
+        self._alone: Sequence | None = None  # see `_restart`
+        self._step = 0
+        self._next_number = 0
+        self._counts = dict.fromkeys(COUNTERS, 0)
+
+    # --- in and out ----------------------------------------------------------------
+
+    def add(self, request: Request, max_len: int) -> None:
+        """Queue the request's choices. `max_len`: most tokens of each, prompt included."""
+        scope = "" if self.cache.keep else request.id
+        identity = Identity(self.model, request.salt, scope=scope)
+        sequences = []
+        for choice in range(request.sampling.n):
+            sequence = Sequence(self._next_number, request, choice, identity, max_len)
+            self._next_number += 1
+            insort(self.waiting, sequence, key=_by_rank)
+            sequences.append(sequence)
+        self.requests[request.id] = sequences
+        self._counts["submitted"] += len(sequences)
+
+    def cancel(self, request_id: str, choice: int | None = None) -> list[SequenceOutput]:
+        """End a request, or one choice of it; unknown ones give no output."""
+        if self._under_way is not None:
+            raise LockstepError("cancel() called before the last plan's complete() or fail()")
+        outputs = []
+        for sequence in list(self.requests.get(request_id, ())):
+            if choice is None or sequence.choice == choice:
+                self._counts["cancelled"] += 1
+                outputs.append(self._end(sequence, FinishReason.CANCELLED))
+        return outputs
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def stats(self) -> EngineStats:
+        """Counters since the start and gauges of this moment; sequences, not requests."""
+        pool = self.cache.pool
+        used, cached = self.cache.pages_used, self.cache.pages_cached
+        return EngineStats(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            pages_total=used + cached + pool.free_pages(),
+            pages_used=used,
+            pages_cached=cached,
+            **self._counts,
+        )
+
+    # --- a step ----------------------------------------------------------------------
+
+    def schedule(self) -> Plan | None:
+        """The next step, or None when nothing is to do. Pages are taken, copies listed, and
+        pages that the step fills are registered for sharing; `complete` or `fail` follows."""
+        if self._under_way is not None:
+            raise LockstepError("schedule() called before the last plan's complete() or fail()")
+        self._step += 1
+        draft = _Draft(self._step, self.config.max_step_tokens)
+        self._make_way()
+        self._plan_head(draft)
+        self._plan_decodes(draft)
+        self._plan_prompts(draft)
+        if not draft.runs:
+            self.cache.rollback(draft.journal)
+            return None
+        self._under_way = draft
+        self._counts["steps"] += 1
+        return Plan(self._step, tuple(draft.runs), tuple(draft.copies))
+
+    def complete(self, plan: Plan, result: StepResult) -> list[SequenceOutput]:
+        """Take in the results of the plan under way, which `check_result` has accepted;
+        outputs in the plan's order."""
+        draft = self._take(plan)
+        self.cache.commit(draft.journal)
+        self._counts["computed_tokens"] += plan.num_tokens
+        outputs = []
+        for sequence, run, drawn in zip(draft.members, plan.runs, result.runs, strict=True):
+            sequence.prompt_logprobs.extend(drawn.prompt_logprobs)
+            if run.sample is not None:
+                assert drawn.token is not None  # `check_result`
+                sequence.tokens.append(drawn.token)
+                self._counts["generated_tokens"] += 1
+                finish = sequence.finish_after(drawn.token)
+                logprobs = () if drawn.logprob is None else (drawn.logprob,)
+                first = len(sequence.tokens) == sequence.prompt_len + 1
+                output = SequenceOutput(
+                    sequence.request.id,
+                    sequence.choice,
+                    (drawn.token,),
+                    logprobs,
+                    self._prompt_logprobs(sequence) if first else None,
+                    finish,
+                    sequence.cached_tokens,
+                )
+                outputs.append(output)
+                if finish is not None:
+                    self._counts["finished"] += 1
+                    self._end(sequence, finish)
+            elif sequence.remaining == 0:
+                self._counts["finished"] += 1
+                output = self._end(sequence, FinishReason.LENGTH)
+                scores = self._prompt_logprobs(sequence)
+                outputs.append(replace(output, prompt_logprobs=scores))
+        return outputs
+
+    def fail(self, plan: Plan, error: str) -> list[SequenceOutput]:
+        """The plan under way raised: its sequences end with ERROR, all others go on."""
+        draft = self._take(plan)
+        self.cache.rollback(draft.journal)
+        outputs = []
+        for sequence in draft.members:
+            self._counts["failed"] += 1
+            sequence.computed = 0  # what this step wrote must not be published
+            output = self._end(sequence, FinishReason.ERROR)
+            outputs.append(replace(output, error=error))
+        return outputs
+
+    def _take(self, plan: Plan) -> _Draft:
+        draft = self._under_way
+        if draft is None or draft.step != plan.step:
+            raise LockstepError(f"step {plan.step} is not the plan under way")
+        self._under_way = None
+        return draft
+
+    @staticmethod
+    def _prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprob | None, ...] | None:
+        return (None, *sequence.prompt_logprobs) if sequence.scores_prompt else None
+
+    # --- filling a step ------------------------------------------------------------------
+
+    def _make_way(self) -> None:
+        """Preempt strictly less important sequences for the most urgent waiting one."""
+        candidate = next(self._admissible(self.waiting), None)
+        if candidate is None:
+            return
+        while self.running and self.running[-1].rank[0] > candidate.rank[0]:
+            match = self.cache.match(
+                candidate.identity, candidate.tokens, candidate.reusable_limit, self.wants
+            )
+            if len(self.running) < self.config.max_sequences and self._has_room(candidate, match):
+                return
+            self._preempt(self.running[-1])
+
+    def _plan_head(self, draft: _Draft) -> None:
+        if not self.running:
+            return
+        head = self.running[0]
+        decoding = sum(1 for sequence in self.running if sequence.remaining == 1)
+        share = max(1, draft.budget - decoding) if head.remaining > 1 else 1
+        if not self._advance(head, draft, min(share, self._chunk_limit())):
+            self._restart(head, draft)
+
+    def _plan_decodes(self, draft: _Draft) -> None:
+        for sequence in list(self.running):
+            if draft.budget == 0:
+                return
+            if (
+                sequence.state is State.RUNNING  # not preempted by one before it
+                and sequence.planned != draft.step
+                and sequence.remaining == 1
+            ):
+                self._advance(sequence, draft, 1)
+
+    def _plan_prompts(self, draft: _Draft) -> None:
+        limit = self._chunk_limit()
+        begun = [s for s in self.running if s.remaining > 1 and s.planned != draft.step]
+        begun.sort(key=lambda s: (s.rank[0], s.attained, s.number))
+        queue = self._admissible(list(self.waiting))
+        newcomer = next(queue, None)
+        while draft.budget > 0 and (begun or newcomer is not None):
+            if newcomer is not None and (not begun or newcomer.rank[0] <= begun[0].rank[0]):
+                blocked = self._admit(newcomer, draft, limit) is _Admission.BLOCKED
+                newcomer = None if blocked else next(queue, None)
+            else:
+                sequence = begun.pop(0)
+                if sequence.state is State.RUNNING:  # not preempted by one before it
+                    self._advance(sequence, draft, limit)
+
+    def _chunk_limit(self) -> int:
+        """Most prompt tokens of one sequence: all of the budget if nobody else could use it."""
+        if len(self.running) > 1 or next(self._admissible(self.waiting), None) is not None:
+            return self.config.max_chunk_tokens
+        return self.config.max_step_tokens
+
+    def _advance(self, sequence: Sequence, draft: _Draft, most: int) -> bool:
+        """Plan the sequence's next tokens, at most `most`; False if it gets no pages."""
+        lease = sequence.lease
+        assert lease is not None
+        start = sequence.computed
+        total = len(sequence.tokens)
+        count = min(total - start, most, draft.budget)
+        size = self.cache.page_tokens
+        if self._alone is sequence:
+            count = min(count, size - start % size)  # what `fits_alone` reckons with
+        elif start + count < total and count > size:
+            count -= (start + count) % size  # whole pages, which others can share at once
+        if start + count > lease.covered:
+            self.cache.trim(lease, start)
+            count = self._take_pages(sequence, draft, count)
+            if count == 0:
+                return False
+        end = start + count
+        self.cache.publish(lease, sequence.tokens, end, draft.journal, tail=count > 1)
+        rows, targets = sequence.logit_rows(start, end)
+        draft.runs.append(
+            TokenRun(
+                sequence.number,
+                start,
+                sequence.tokens[start:end],
+                lease.tables,
+                self.layers,
+                None,
+                rows,
+                targets,
+                sequence.sample_spec() if end == total and sequence.draws else None,
+            )
+        )
+        draft.members.append(sequence)
+        draft.budget -= count
+        sequence.computed = end
+        sequence.attained += count
+        sequence.planned = draft.step
+        return True
+
+    def _take_pages(self, sequence: Sequence, draft: _Draft, count: int) -> int:
+        """Pages for the next tokens, by eviction, a smaller chunk, then preemption.
+
+        Returns how many tokens there are pages for, at most `count`; 0 for none.
+        """
+        lease = sequence.lease
+        assert lease is not None
+        start = sequence.computed
+        while True:
+            chunk = count
+            while chunk:
+                if self.cache.grow(lease, start, start + chunk):
+                    return chunk
+                chunk = 0 if chunk <= self.cache.page_tokens else chunk // 2
+            victim = self._victim(sequence, draft)
+            if victim is None:
+                break
+            self._preempt(victim)
+        return 1 if self.cache.grow(lease, start, start + 1) else 0
+
+    def _victim(self, sequence: Sequence, draft: _Draft) -> Sequence | None:
+        """The least important sequence, less important than this one and not in the plan."""
+        for other in reversed(self.running):
+            if other.rank <= sequence.rank:
+                return None
+            if other.planned != draft.step:
+                return other
+        return None
+
+    def _restart(self, head: Sequence, draft: _Draft) -> None:
+        """The head has preempted everybody and still lacks a page: pages that it holds are
+        scattered over slabs that another group needs. Start it again on an empty pool, where
+        it fits (checked when it was submitted), and admit nobody beside it."""
+        self._preempt(head)
+        self.cache.flush()
+        self._alone = head
+        if self._admit(head, draft, self.cache.page_tokens) is not _Admission.STARTED:
+            raise LockstepError(f"sequence {head.number} does not fit an empty pool")
+
+    # --- admission ------------------------------------------------------------------------
+
+    def _admissible(self, queue: Iterable[Sequence]) -> Iterator[Sequence]:
+        """Sequences of the queue in order, without those that wait for another's prefix."""
+        for sequence in queue:
+            other = sequence.waits_for
+            if other is not None:
+                if other.state is State.RUNNING and other.computed < sequence.waits_until:
+                    continue
+                sequence.waits_for = None
+            yield sequence
+
+    def _admit(self, sequence: Sequence, draft: _Draft, limit: int) -> _Admission:
+        """Start a waiting sequence with its first chunk, if it has a place, pages, and no
+        better chance in waiting for a prefix."""
+        if self._alone not in (None, sequence) or len(self.running) >= self.config.max_sequences:
+            return _Admission.BLOCKED
+        match = self.cache.match(
+            sequence.identity, sequence.tokens, sequence.reusable_limit, self.wants
+        )
+        if self._should_wait(sequence, match):
+            return _Admission.SKIPPED
+        if self.running and not self._has_room(sequence, match):
+            return _Admission.BLOCKED
+        sequence.lease, sequence.computed, copies = self.cache.open(match, draft.journal)
+        found = sequence.computed
+        sequence.attained = 0
+        self._move(sequence, self.waiting, self.running, State.RUNNING)
+        if not self._advance(sequence, draft, limit):
+            self._suspend(sequence)
+            return _Admission.BLOCKED
+        draft.copies.extend(copies)
+        if sequence.cached_tokens < 0:
+            sequence.cached_tokens = found
+            self._counts["prompt_tokens"] += sequence.prompt_len
+            self._counts["cached_tokens"] += found
+        return _Admission.STARTED
+
+    def _has_room(self, sequence: Sequence, match: Match) -> bool:
+        """Whether its tokens so far fit beside what the running ones still need for theirs,
+        with a page to spare for the growth of each."""
+        needs = self.cache.demand(match, len(sequence.tokens))
+        for other in self.running:
+            assert other.lease is not None
+            more = self.cache.outstanding(other.lease, len(other.tokens))
+            for want in self.wants:
+                needs[want.group] += more[want.group] + 1
+        return self.cache.could_fit(needs)
+
+    def _should_wait(self, sequence: Sequence, match: Match) -> bool:
+        """Whether a step under way, or a running sequence, is about to compute enough of
+        this one's prefix. Sets `waits_for` in the second case."""
+        worth = len(sequence.tokens) - match.length
+        if match.soon > match.length and (match.soon - match.length) * WORTH_WAITING >= worth:
+            return True
+        whole = match.walked // self.cache.page_tokens
+        frontier = match.nodes[whole - 1] if whole else self.cache.tree.roots.get(match.identity)
+        if frontier is None:
+            return False
+        known = whole * self.cache.page_tokens
+        for other in self.running:
+            lease = other.lease
+            if lease is None or lease.node is not frontier or other.remaining == 0:
+                continue
+            if other.rank[0] > sequence.rank[0]:
+                continue
+            same = known + common_prefix(other.tokens[known:], sequence.tokens[known:])
+            until = min(same, sequence.reusable_limit)
+            saved = until - match.length
+            if until > other.computed and saved > 0 and saved * WORTH_WAITING >= worth:
+                sequence.waits_for, sequence.waits_until = other, until
+                return True
+        return False
+
+    # --- leaving --------------------------------------------------------------------------
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Release the pages of a running sequence that is not in the plan; it waits again."""
+        assert sequence.lease is not None
+        self._counts["preemptions"] += 1
+        self.cache.close(sequence.lease, sequence.tokens, sequence.computed)
+        self._to_waiting(sequence)
+
+    def _suspend(self, sequence: Sequence) -> None:
+        """Undo an admission that got no pages."""
+        assert sequence.lease is not None
+        self.cache.close(sequence.lease)
+        self._to_waiting(sequence)
+
+    def _to_waiting(self, sequence: Sequence) -> None:
+        sequence.lease = None
+        sequence.computed = 0
+        if self._alone is sequence:
+            self._alone = None
+        self._move(sequence, self.running, self.waiting, State.WAITING)
+
+    def _end(self, sequence: Sequence, finish: FinishReason) -> SequenceOutput:
+        """Take a sequence out, whatever its state; its last output."""
+        if sequence.lease is not None:
+            self.cache.close(sequence.lease, sequence.tokens, sequence.computed)
+            sequence.lease = None
+        self._remove(sequence, self.running if sequence.state is State.RUNNING else self.waiting)
+        sequence.state = State.ENDED
+        sequence.waits_for = None
+        if self._alone is sequence:
+            self._alone = None
+        siblings = self.requests[sequence.request.id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self.requests[sequence.request.id]
+        return SequenceOutput(
+            sequence.request.id,
+            sequence.choice,
+            finish=finish,
+            cached_tokens=max(0, sequence.cached_tokens),
+        )
+
+    @staticmethod
+    def _remove(sequence: Sequence, queue: list[Sequence]) -> None:
+        del queue[bisect_left(queue, sequence.rank, key=_by_rank)]
+
+    def _move(
+        self, sequence: Sequence, source: list[Sequence], target: list[Sequence], state: State
+    ) -> None:
+        self._remove(sequence, source)
+        insort(target, sequence, key=_by_rank)
+        sequence.state = state

@@ -1,0 +1,140 @@
+"""One choice of one request, and where it stands in its life.
+
+WAITING --admit--> RUNNING --last token, cancel, failed step--> ENDED
+   ^                  |
+   +-----preempt------+     (a waiting sequence can be cancelled as well)
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from lockstep.cache import Identity, Lease
+from lockstep.runner.plan import SampleSpec
+from lockstep.types import FinishReason, Request, TokenLogprob
+
+
+class State(Enum):
+    """Who holds pages: RUNNING sequences only."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Sequence:
+    """Mutable state of a sequence; only the scheduler changes it.
+
+    Attributes:
+        number: unique for the engine's life. choice: index in [0, n).
+        rank: (priority, number): the smaller, the more important.
+        tokens: prompt and output ids so far. prompt_len: how many are prompt.
+        computed: positions below it have keys and values, or get them in the plan
+            that is under way; less than len(tokens) until the sequence ends.
+        attained: tokens computed since it was last admitted.
+        max_len: the sequence ends with LENGTH when it has this many tokens.
+        cached_tokens: prompt tokens taken from the cache at the first admission; -1 before.
+        prompt_logprobs: entries collected so far, for prompt positions 1, 2, ...
+        waits_for, waits_until: a running sequence that computes this one's prefix,
+            and the position up to which it does.
+        planned: the last step that this sequence was part of.
+    """
+
+    __slots__ = (
+        "attained",
+        "cached_tokens",
+        "choice",
+        "computed",
+        "identity",
+        "lease",
+        "max_len",
+        "number",
+        "planned",
+        "prompt_len",
+        "prompt_logprobs",
+        "rank",
+        "request",
+        "state",
+        "tokens",
+        "waits_for",
+        "waits_until",
+    )
+
+    def __init__(
+        self, number: int, request: Request, choice: int, identity: Identity, max_len: int
+    ) -> None:
+        self.number = number
+        self.request = request
+        self.choice = choice
+        self.identity = identity
+        self.rank = (request.priority, number)
+        self.tokens = list(request.prompt)
+        self.prompt_len = len(request.prompt)
+        self.computed = 0
+        self.attained = 0
+        self.max_len = max_len
+        self.cached_tokens = -1
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.state = State.WAITING
+        self.lease: Lease | None = None
+        self.waits_for: Sequence | None = None
+        self.waits_until = 0
+        self.planned = 0
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next one can be drawn; 1 while decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether this choice reports the prompt's logprobs: the first one does, for all."""
+        return self.choice == 0 and self.request.sampling.prompt_logprobs is not None
+
+    @property
+    def reusable_limit(self) -> int:
+        """Most tokens that may come from the cache.
+
+        The last token is always computed, for its logits; so is every position whose
+        prompt logprob is not known yet.
+        """
+        limit = len(self.tokens) - 1
+        return min(limit, len(self.prompt_logprobs)) if self.scores_prompt else limit
+
+    def logit_rows(self, start: int, end: int) -> tuple[int, list[int]]:
+        """How many of the last rows of positions [start, end) need logits, and their targets.
+
+        Row p predicts token p + 1. Targets are prompt ids, -1 behind the prompt's last row.
+        """
+        if self.scores_prompt and len(self.prompt_logprobs) < self.prompt_len - 1:
+            first = max(start, len(self.prompt_logprobs))
+            targets = self.tokens[first + 1 : min(end + 1, self.prompt_len)]
+            targets.extend([-1] * (end - first - len(targets)))
+            return end - first, targets
+        return (1 if end == len(self.tokens) and self.draws else 0), []
+
+    @property
+    def draws(self) -> bool:
+        """False for a request that only scores or warms the cache (max_tokens = 0)."""
+        return self.max_len > self.prompt_len
+
+    def sample_spec(self) -> SampleSpec:
+        """How to draw the next token."""
+        request = self.request
+        return SampleSpec(
+            request.sampling,
+            request.sampling.seed or 0,
+            self.choice,
+            len(self.tokens) - self.prompt_len,
+            self.tokens,
+            self.prompt_len,
+            request.stop_ids,
+            request.bad_ids,
+        )
+
+    def finish_after(self, token: int) -> FinishReason | None:
+        """Why the sequence ends with `token`, the last of `tokens`; None when it goes on."""
+        position = len(self.tokens) - self.prompt_len - 1
+        if token in self.request.stop_ids and position >= self.request.sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) >= self.max_len else None
