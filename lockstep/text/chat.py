@@ -24,7 +24,7 @@ from lockstep.types import ModelError, RequestError
 class _GenerationBlocks(jinja2.ext.Extension):
     """`{% generation %}` marks what the assistant said; for prompts it renders as it stands."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - how Jinja declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -115,9 +115,7 @@ class Tokenizer:
         self._special = frozenset(marked) | frozenset(special_ids)
         self._bytes: dict[int, bytes] = {}
         ends = (backend.token_to_id(name) for name in _END_TOKENS)
-        self._eos = tuple(
-            dict.fromkeys([*eos_ids, *(end for end in ends if end in self._special)])
-        )
+        self._eos = tuple(dict.fromkeys([*eos_ids, *(end for end in ends if end in self._special)]))
         self.bos_id = bos_id
         self.chat_template = chat_template
         self._chat = None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
 from lockstep.text.pretokenizers import ignores_merges, pre_tokenizer
@@ -161,7 +161,6 @@ def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
         steps.append(decoders.Strip(" ", 1, 0))
     else:
         tokenizer.normalizer = replace
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
@@ -182,7 +181,9 @@ def _add_special(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
 
 def _surround(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     """Puts the start and end ids around a text that is encoded with special tokens."""
-    before, after, known = [], [], []
+    before: list[str] = []
+    after: list[str] = []
+    known: list[tuple[str, int]] = []
     for token, place in ((vocabulary.add_bos, before), (vocabulary.add_eos, after)):
         if token is not None:
             name = vocabulary.tokens[token]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import tokenizers
 
@@ -95,6 +95,13 @@ def read_directory(path: Path) -> dict[str, _Entry]:
     return entries
 
 
+def _whole(numbers: Any) -> TypeGuard[list[int]]:
+    return isinstance(numbers, list) and all(
+        isinstance(number, int) and not isinstance(number, bool) and number >= 0
+        for number in numbers
+    )
+
+
 def _entry(path: Path, name: str, value: Any, *, base: int, size: int) -> _Entry:
     where = f"{path}: tensor {name!r}"
     if not isinstance(value, dict):
@@ -102,14 +109,7 @@ def _entry(path: Path, name: str, value: Any, *, base: int, size: int) -> _Entry
     dtype, shape, offsets = (value.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
         raise ModelError(f"{where}: dtype {dtype!r} is not supported")
-
-    def whole(numbers: Any) -> bool:
-        return isinstance(numbers, list) and all(
-            isinstance(number, int) and not isinstance(number, bool) and number >= 0
-            for number in numbers
-        )
-
-    if not whole(shape) or not whole(offsets) or len(offsets) != 2:
+    if not _whole(shape) or not _whole(offsets) or len(offsets) != 2:
         raise ModelError(f"{where}: damaged header entry")
     start, end = offsets
     if end - start != prod(shape) * _ITEM_BYTES[dtype]:

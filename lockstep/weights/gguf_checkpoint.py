@@ -192,7 +192,8 @@ class GGUFCheckpoint(Checkpoint):
         return torch.from_numpy(values)
 
     def _rows_in_halves(self, rows: Bytes, heads: int, name: str) -> Bytes:
-        return rows[_halves(rows.shape[0], heads, str(self.path), name)]
+        moved: Bytes = rows[_halves(rows.shape[0], heads, str(self.path), name)]
+        return moved
 
     def weights_hash(self) -> str:
         digest = hashlib.sha256()

@@ -187,10 +187,10 @@ def build_config(
         _add_gemma(config, keys)
     elif family.model_type == "mistral":
         config.setdefault("sliding_window", None)
-    for entry, key in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
+    for entry, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         value = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if isinstance(value, int):
-            config[entry] = value
+            config[f"{entry}_token_id"] = value
     keys.refuse_unread()
     return config
 
@@ -241,9 +241,7 @@ def _add_gemma(config: dict[str, Any], keys: _Keys) -> None:
     config["layer_types"] = [
         "sliding_attention" if local else "full_attention" for local in sliding
     ]
-    config["rope_local_base_freq"] = _short(
-        keys.number("rope.freq_base_swa", _GEMMA_LOCAL_BASE)
-    )
+    config["rope_local_base_freq"] = _short(keys.number("rope.freq_base_swa", _GEMMA_LOCAL_BASE))
     # The file does not store the query's scale: only the largest model's is not its head's.
     config["query_pre_attn_scalar"] = (
         config["hidden_size"] // config["num_attention_heads"]
