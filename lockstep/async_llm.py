@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack, cast, overload
 
@@ -69,8 +69,8 @@ class AnswerStream:
             if delta.finish_reason is FinishReason.ERROR:
                 self.cancel()
                 raise GenerationError(self.answer.failure, [self.answer.completion()])
-            if self.answer.done:
-                self.cancel()
+            if delta.finish_reason is not None and item.finish is None:
+                self._client.cancel(item.request, item.choice)  # the engine knows no stop strings
             return delta
         raise StopAsyncIteration
 
@@ -253,19 +253,21 @@ class AsyncLLM:
         scores = [Score.of(c, length) for c, length in zip(completions, lengths, strict=True)]
         return scores[0] if one else scores
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncGenerator[Delta, None]:
         """Deltas of one completion as they are computed; leaving the loop cancels it."""
         ids = self.builder.encode(prompt)
         return self._stream(self.builder.build(ids, params or COMPLETION_DEFAULTS))
 
     def stream_chat(
         self, messages: Conversation, params: SamplingParams | None = None
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """As `stream`, for the assistant's next message in a conversation."""
         ids = self.builder.encode_chat(messages)
         return self._stream(self.builder.build(ids, params or CHAT_DEFAULTS, field="messages"))
 
-    async def _stream(self, request: Request) -> AsyncIterator[Delta]:
+    async def _stream(self, request: Request) -> AsyncGenerator[Delta, None]:
         (stream,) = await self.submit([request])
         try:
             async for delta in stream:

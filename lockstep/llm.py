@@ -272,7 +272,7 @@ class LLM:
             call.submit()
             while not answer.done:
                 for output in call.next_outputs():
-                    delta = answer.push(output)
+                    delta = call.push(answer, output)
                     if delta is not None:
                         yield delta
         if answer.failure:
@@ -292,13 +292,10 @@ class LLM:
                 call.submit()
                 for output in call.next_outputs():
                     answer = answers[output.request]
-                    if answer.done:
-                        continue
-                    answer.push(output)
-                    tokens += len(output.tokens)
-                    if answer.done:
-                        call.cancel(output.request)
-                        finished += 1
+                    delta = call.push(answer, output)
+                    if delta is not None:
+                        tokens += len(delta.token_ids)
+                        finished += answer.done
                 advance(finished, f"generating, {tokens} tokens")
         completions = [answer.completion() for answer in answers.values()]
         failures = [answer.failure for answer in answers.values() if answer.failure]
@@ -354,6 +351,14 @@ class _Call:
         with self._llm._lock:
             if self._llm._inboxes.pop(request_id, None) is not None:
                 self._llm._open_engine().cancel(request_id)
+
+    def push(self, answer: Answer, output: SequenceOutput) -> Delta | None:
+        """`Answer.push`, then end in the engine what a stop string has ended here."""
+        delta = answer.push(output)
+        if delta is not None and delta.finish_reason is not None and output.finish is None:
+            with self._llm._lock:
+                self._llm._open_engine().cancel(output.request, output.choice)
+        return delta
 
     def next_outputs(self) -> list[SequenceOutput]:
         """Outputs of this call's requests; runs a step when none is waiting."""

@@ -43,9 +43,10 @@ class Submit(Message, frozen=True, kw_only=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """End a request with all its choices; unknown ids are ignored."""
+    """End a request, or one choice of it; unknown ids are ignored."""
 
     request: str
+    choice: int | None = None
 
 
 class FlushCache(Message, frozen=True, kw_only=True):

@@ -307,8 +307,9 @@ class Answer:
         """Take one engine output.
 
         Returns:
-            The delta, or None when the choice had already ended at a stop string. The
-            caller cancels the request once `done`: the engine knows no stop strings.
+            The delta, or None when the choice had already ended at a stop string. When
+            the delta has a `finish_reason` and the output no `finish`, the caller cancels
+            this choice: the engine knows no stop strings.
         """
         choice = self._choices[output.choice]
         if choice.finish is not None:

@@ -125,6 +125,13 @@ class EngineClient:
         """Process id of the running engine, or None."""
         return self._link.process.pid if self._link is not None else None
 
+    @property
+    def retry_after(self) -> float | None:
+        """Whole seconds a (re)start takes, by the last one; None for an engine that was closed."""
+        if self.state is EngineState.CLOSED:
+            return None
+        return float(max(1, math.ceil(self._info.load_seconds if self._info else 0.0)))
+
     async def start(self, progress: ProgressCallback | None = None) -> EngineInfo:
         """Start the process and wait until it takes requests.
 
@@ -170,13 +177,17 @@ class EngineClient:
             raise
         return queue
 
-    def cancel(self, request_id: str) -> None:
-        """End a request at the engine's next step; its queue gets nothing more."""
+    def cancel(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one choice of it, at the engine's next step.
+
+        The queue of a request that ends as a whole gets nothing more.
+        """
         if request_id not in self._queues:
             return
-        self._forget(request_id)
+        if choice is None:
+            self._forget(request_id)
         if self.state is EngineState.READY:
-            self._send(messages.Cancel(request=request_id))
+            self._send(messages.Cancel(request=request_id, choice=choice))
 
     def flush_cache(self) -> None:
         """Forget cached prefixes before any request that is submitted later."""
@@ -206,14 +217,7 @@ class EngineClient:
     def _check_ready(self) -> None:
         if self.state is EngineState.READY:
             return
-        retry_after = None
-        if self.state in (EngineState.STARTING, EngineState.RESTARTING):
-            retry_after = self._retry_after()
-        raise EngineUnavailable(f"the engine is {self.state}", retry_after=retry_after)
-
-    def _retry_after(self) -> float:
-        """Whole seconds that a restart takes, by what the last start took."""
-        return float(max(1, math.ceil(self._info.load_seconds if self._info else 0.0)))
+        raise EngineUnavailable(f"the engine is {self.state}", retry_after=self.retry_after)
 
     def _check_room(self) -> None:
         """Refuse here what the engine's own queue limit would certainly refuse.
@@ -270,7 +274,8 @@ class EngineClient:
 
     async def _launch(self, progress: ProgressCallback | None) -> None:
         """Start a process and wait for `Ready`; on return the state is READY."""
-        assert self._context is not None and self._directory is not None
+        assert self._context is not None
+        assert self._directory is not None
         self._launches += 1
         address = f"ipc://{self._directory}/engine-{self._launches}"
         socket = self._context.socket(zmq.PAIR)
@@ -334,9 +339,7 @@ class EngineClient:
             self.stats = EngineStats()
             log.error("%s; restarting it", reason)
             self._fail_all(
-                EngineUnavailable(
-                    f"{reason}; it is being restarted", retry_after=self._retry_after()
-                )
+                EngineUnavailable(f"{reason}; it is being restarted", retry_after=self.retry_after)
             )
             await self._reap(0.0)
             await self._relaunch()

@@ -160,8 +160,8 @@ def _take(
                     )
                 else:
                     accepted.append(request.id)
-            case messages.Cancel(request=request_id):
-                engine.cancel(request_id)
+            case messages.Cancel(request=request_id, choice=choice):
+                engine.cancel(request_id, choice)
             case messages.FlushCache():
                 engine.flush_cache()
     return accepted, rejected

@@ -1,0 +1,18 @@
+"""HTTP: OpenAI-compatible routes over an `AsyncLLM`. Imports no torch.
+
+Where things go:
+- `app.py`: the application: routes, middleware, error handlers.
+- `protocol.py`: request bodies (pydantic) and what they mean as `SamplingParams`.
+- `replies.py`: reply bodies (msgspec), one struct a JSON object.
+- `logprobs.py`: logprobs in the chat, the completions and the prompt shape.
+- `completions.py`, `chat.py`, `models.py`: one file a family of routes.
+- `sse.py`: event streams, merging, and what happens when the client goes away.
+- `errors.py`: every error in OpenAI's shape.
+- `serve.py`: listen until told to stop.
+"""
+
+from __future__ import annotations
+
+from lockstep.server.app import create_app
+
+__all__ = ["create_app"]

@@ -1,0 +1,143 @@
+"""Every error as OpenAI's clients expect it: {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from lockstep.engine.client import EngineUnavailable
+from lockstep.types import LockstepError, RequestError
+
+log = logging.getLogger("lockstep.server")
+
+QUEUE_RETRY_SECONDS = 1
+_TYPES = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+
+
+class ErrorBody(msgspec.Struct):
+    """The inner object of an error reply."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(msgspec.Struct):
+    """An error reply."""
+
+    error: ErrorBody
+
+
+class UnknownModel(RequestError):
+    """The request names a model that is not served here."""
+
+
+def describe(error: Exception) -> tuple[int, ErrorReply, dict[str, str]]:
+    """Status, body and headers for an error that a request ran into."""
+    match error:
+        case UnknownModel():
+            return _reply(404, str(error), param=error.field, code=error.code)
+        case RequestError(code="queue_full"):
+            headers = {"Retry-After": str(QUEUE_RETRY_SECONDS)}
+            return _reply(429, str(error), code=error.code, headers=headers)
+        case RequestError():
+            return _reply(400, str(error), param=error.field or None, code=error.code)
+        case EngineUnavailable():
+            headers = {}
+            if error.retry_after is not None:
+                headers["Retry-After"] = f"{error.retry_after:.0f}"
+            return _reply(503, str(error), code="engine_unavailable", headers=headers)
+        case LockstepError():
+            return _reply(500, str(error), code="engine_error")
+        case _:
+            return _reply(500, "the server met an unexpected error", code="internal_error")
+
+
+def response(error: Exception) -> Response:
+    """The HTTP response for an error."""
+    status, body, headers = describe(error)
+    return _json(status, body, headers)
+
+
+def too_large_message(limit: int) -> str:
+    """What a body over the limit is told."""
+    return f"the request body is larger than {limit} bytes"
+
+
+def too_large(limit: int) -> Response:
+    """The response to a body over the limit."""
+    return _json(*_reply(413, too_large_message(limit), code="request_too_large"))
+
+
+def install(app: FastAPI) -> None:
+    """Make `app` answer every error in this shape."""
+
+    @app.exception_handler(LockstepError)
+    async def on_lockstep_error(request: Request, error: Exception) -> Response:
+        return response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:
+        message, param, code = _first_problem(error.errors())
+        return _json(*_reply(400, message, param=param, code=code))
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        text = str(error.detail)
+        if error.status_code == 404 and text == "Not Found":
+            text = f"there is no {request.method} {request.url.path} here"
+        headers = dict(error.headers or {})
+        return _json(*_reply(error.status_code, text, code=None, headers=headers))
+
+    @app.exception_handler(Exception)
+    async def on_unexpected_error(request: Request, error: Exception) -> Response:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return response(error)
+
+
+def _reply(
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> tuple[int, ErrorReply, dict[str, str]]:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    body = ErrorReply(ErrorBody(message=message, type=kind, param=param, code=code))
+    return status, body, dict(headers or {})
+
+
+def _json(status: int, body: ErrorReply, headers: Mapping[str, str]) -> Response:
+    return Response(
+        msgspec.json.encode(body), status, headers=headers, media_type="application/json"
+    )
+
+
+def _first_problem(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None, str]:
+    """Message, field and code of a body that pydantic refused.
+
+    A value that fits no member of a union gives one error a member; all are told.
+    """
+    first = errors[0]
+    where = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        detail = first.get("ctx", {}).get("error", "")
+        return f"the body is not valid JSON: {detail}", None, "invalid_json"
+    if not where:
+        return f"the body must be a JSON object: {first['msg']}", None, "invalid_type"
+    if first["type"] == "extra_forbidden":
+        return f"unknown parameter: {'.'.join(where)}", where[0], "unknown_parameter"
+    if first["type"] == "missing":
+        return f"missing parameter: {'.'.join(where)}", where[0], "missing_parameter"
+    same = (error["msg"] for error in errors if where[0] in error["loc"])
+    messages = list(dict.fromkeys(same))[:4]
+    return f"{where[0]}: {'; or: '.join(messages)}", where[0], "invalid_type"
