@@ -52,8 +52,13 @@ def expected_tokens(
     return tokens
 
 
+class ContractViolation(BaseException):
+    """A plan broke its contract. No `Exception`, so that the engine does not take it for a
+    step that failed and carry on."""
+
+
 class FakeExecutor:
-    """Satisfies `Executor`; raises `AssertionError` when a plan breaks its contract.
+    """Satisfies `Executor`; raises `ContractViolation` when a plan breaks its contract.
 
     Args:
         script: (history, prompt_len, position) -> token id to draw; None draws
@@ -92,11 +97,20 @@ class FakeExecutor:
         self._known: dict[int, list[int]] = {}  # sequence -> hashes of its history
 
     def execute(self, plan: Plan) -> StepResult:
+        try:
+            return self._execute(plan)
+        except (AssertionError, LookupError, TypeError) as error:
+            raise ContractViolation(f"step {plan.step}: {error}") from error
+
+    def _execute(self, plan: Plan) -> StepResult:
         if self.keep_plans:
             self.plans.append(plan)
         if self.latency:
             time.sleep(self.latency)
+        targets = {(copy.group, copy.target) for copy in plan.copies}
+        assert len(targets) == len(plan.copies), "two copies into one page"
         for copy in plan.copies:
+            assert (copy.group, copy.source) not in targets, "copies depend on their order"
             self._content[copy.group][copy.target] = list(self._page(copy.group, copy.source))
         failing = self.fails is not None and self.fails(plan)
         written: set[tuple[int, int]] = set()

@@ -1,0 +1,190 @@
+"""Random driving of the engine on an executor that knows what every page should hold.
+
+Tiny vocabularies make shared prefixes and false friends frequent; tiny pools make
+eviction and preemption the normal case. After every step the books of the cache are
+checked; at the end every answer must be what the sequence gives alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+
+from lockstep.config import CacheConfig, SchedulerConfig
+from lockstep.engine.loop import Engine
+from lockstep.runner.plan import Plan
+from lockstep.types import FinishReason, LayerGroup, Request, RequestError, SamplingParams
+from tests.fakes import FakeExecutor, expected_tokens
+
+FULL = (LayerGroup("full", "full", (0, 1), 1, 8),)
+
+
+def mixed(window: int) -> tuple[LayerGroup, ...]:
+    return (
+        LayerGroup("full", "full", (0,), 1, 8),
+        LayerGroup("sliding", "sliding", (1,), 1, 8, window),
+    )
+
+
+SLIDING = (LayerGroup("sliding", "sliding", (0, 1), 1, 8, 6),)
+
+
+class Driver:
+    """One engine under random load, and what is known about every request."""
+
+    def __init__(self, seed: int, executor: FakeExecutor, config: SchedulerConfig, keep: bool):
+        self.random = random.Random(seed)
+        self.executor = executor
+        executor.fails = self.fails
+        executor.keep_plans = False
+        self.engine = Engine(executor, config, CacheConfig(prefix_caching=keep))
+        self.requests: dict[str, Request] = {}
+        self.open: set[tuple[str, int]] = set()
+        self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.scores: dict[str, int] = {}
+        self.finish: dict[tuple[str, int], FinishReason] = {}
+        self.failing = False
+        self.failed_numbers: set[int] = set()
+        self.prefixes = [self.draw(self.random.randint(3, 24)) for _ in range(3)]
+        self.submitted = 0
+
+    def draw(self, count: int) -> tuple[int, ...]:
+        return tuple(self.random.randrange(3) for _ in range(count))
+
+    def fails(self, plan: Plan) -> bool:
+        return self.failing
+
+    def submit(self) -> None:
+        chance = self.random
+        shared = chance.choice(self.prefixes)
+        prompt = shared[: chance.randint(1, len(shared))] + self.draw(chance.randint(0, 8))
+        count = chance.choice((0, 1, 3, 12))
+        params = SamplingParams(
+            max_tokens=count,
+            n=chance.choice((1, 1, 1, 3)),
+            seed=chance.randrange(3),
+            prompt_logprobs=chance.choice((None, None, None, 1)),
+        )
+        request = Request(
+            f"r{len(self.requests)}",
+            prompt,
+            params,
+            priority=chance.choice((0, 0, 0, 1, -1)),
+            salt=chance.choice(("", "", "b")),
+        )
+        try:
+            self.engine.submit(request)
+        except RequestError as error:
+            assert error.code == "context_length_exceeded"  # noqa: PT017
+            return
+        self.requests[request.id] = request
+        self.open.update((request.id, choice) for choice in range(params.n))
+        self.submitted += params.n
+
+    def step(self, fail: bool = False) -> None:
+        self.failing = fail
+        had_work = self.engine.has_work()
+        before = self.engine.stats()
+        outputs = self.engine.step()
+        self.failing = False
+        after = self.engine.stats()
+        assert not had_work or outputs or after.computed_tokens > before.computed_tokens
+        for output in outputs:
+            key = (output.request, output.choice)
+            assert key in self.open, "an output after the end"
+            self.tokens[key].extend(output.tokens)
+            if output.prompt_logprobs is not None:
+                assert output.request not in self.scores
+                self.scores[output.request] = len(output.prompt_logprobs)
+            if output.finish is not None:
+                self.finish[key] = output.finish
+                self.open.remove(key)
+        self.engine.check_integrity()
+        assert after.submitted == self.submitted
+        assert after.submitted == (
+            after.running + after.waiting + after.finished + after.cancelled + after.failed
+        )
+        assert after.pages_used + after.pages_cached <= after.pages_total
+
+    def drain(self) -> int:
+        bound = 2 * sum(
+            len(self.requests[name].prompt) + (self.requests[name].sampling.max_tokens or 0)
+            for name, _ in self.open
+        )
+        steps = 0
+        while self.engine.has_work():
+            self.step()
+            steps += 1
+            assert steps <= bound + 1, "no progress"
+        return steps
+
+    def check_answers(self) -> None:
+        for key, finish in self.finish.items():
+            request = self.requests[key[0]]
+            whole = expected_tokens(
+                request.prompt,
+                request.sampling.max_tokens or 0,
+                self.executor.vocab_size,
+                key[1],
+                request.sampling.seed or 0,
+            )
+            got = self.tokens[key]
+            assert got == whole[: len(got)]
+            if finish is FinishReason.LENGTH:
+                assert len(got) == len(whole)
+                if request.sampling.prompt_logprobs is not None and key[1] == 0:
+                    assert self.scores[key[0]] == len(request.prompt)
+        stats = self.engine.stats()
+        assert stats.pages_used == 0
+        self.engine.flush_cache()
+        assert self.engine.stats().pages_cached == 0
+        self.engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("groups", "pages_per_slab", "slabs"),
+    [
+        (FULL, (1,), 14),
+        (FULL, (3,), 40),
+        (mixed(5), (1, 2), 16),
+        (mixed(9), (3, 2), 9),
+        (mixed(2), (2, 3), 8),
+        (mixed(1), (1, 1), 24),
+        (mixed(9), (4, 4), 5),
+        (mixed(20), (6, 5), 4),
+        (SLIDING, (2,), 8),
+    ],
+)
+@pytest.mark.parametrize("seed", range(6))
+def test_random_driving(
+    groups: tuple[LayerGroup, ...], pages_per_slab: tuple[int, ...], slabs: int, seed: int
+) -> None:
+    chance = random.Random(seed * 1000 + slabs)
+    executor = FakeExecutor(
+        groups=groups,
+        vocab_size=3,
+        max_context=48,
+        page_tokens=4,
+        num_slabs=slabs,
+        pages_per_slab=pages_per_slab,
+    )
+    config = SchedulerConfig(
+        max_step_tokens=chance.choice((3, 8, 24)),
+        max_sequences=chance.choice((2, 6)),
+        max_chunk_tokens=chance.choice((3, 8)),
+    )
+    driver = Driver(seed, executor, config, keep=seed % 3 != 2)
+    for _ in range(150):
+        action = chance.random()
+        if action < 0.4:
+            driver.submit()
+        elif action < 0.47 and driver.open:
+            name, choice = chance.choice(sorted(driver.open))
+            driver.engine.cancel(name, chance.choice((None, choice)))
+        else:
+            driver.step(fail=action > 0.98)
+    driver.drain()
+    driver.check_answers()
+    assert not driver.open
