@@ -87,7 +87,9 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"the C++ compiler did not run: {shlex.join(command)}: {error}") from error
+        raise ConfigError(
+            f"the C++ compiler did not run: {shlex.join(command)}: {error}"
+        ) from error
 
 
 def _compile(compiler: list[str], sources: list[Path], target: Path) -> None:

@@ -390,7 +390,7 @@ class NativeBackend(Backend):
         head_dim: int,
         page_tokens: int,
     ) -> KVLayer:
-        """See `Backend.kv_layer`; keys are [pages, Hk, E, tokens], in bfloat16 [.., E/2, tokens, 2].
+        """See `Backend.kv_layer`; keys lie as [E][tokens], in bfloat16 as [E / 2][tokens][2].
 
         Raises:
             ConfigError: a head size or page length that the kernels cannot take.
