@@ -325,7 +325,8 @@ class Answer:
         choice.logprobs.extend(logprobs)
         choice.finish = finish
         choice.stop_reason = text.stopped
-        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        if output.choice == 0:  # the others read what this one computed
+            self.cached_tokens = output.cached_tokens
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if finish is FinishReason.ERROR:

@@ -114,8 +114,9 @@ class _Call:
     def _split(self, delta: Delta) -> list[replies.ChatChunkChoice]:
         """A delta's chunks: its content, and apart from it the end of its choice."""
         chunks: list[replies.ChatChunkChoice] = []
-        wants_tokens = self._body.logprobs or self._body.return_token_ids
-        if delta.text or (wants_tokens and delta.token_ids):
+        shown = logprobs.shown_tokens(delta, self._request) if self._body.logprobs else 0
+        raw = len(delta.token_ids) if self._body.return_token_ids else 0
+        if delta.text or shown or raw:
             content = replies.ChatChunkChoice(
                 index=delta.choice, delta=replies.ChatDelta(content=delta.text)
             )

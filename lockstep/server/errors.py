@@ -133,7 +133,8 @@ def _first_problem(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None
         detail = first.get("ctx", {}).get("error", "")
         return f"the body is not valid JSON: {detail}", None, "invalid_json"
     if not where:
-        return f"the body must be a JSON object: {first['msg']}", None, "invalid_type"
+        wanted = "the body must be a JSON object, sent with Content-Type: application/json"
+        return wanted, None, "invalid_type"
     if first["type"] == "extra_forbidden":
         return f"unknown parameter: {'.'.join(where)}", where[0], "unknown_parameter"
     if first["type"] == "missing":

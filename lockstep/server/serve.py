@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
 
 import uvicorn
 
@@ -11,46 +11,36 @@ from lockstep.config import ServerConfig
 from lockstep.server.app import create_app
 
 GRACE_SECONDS = 10
+BACKLOG = 2048
 
 
-async def serve(
-    llm: AsyncLLM, config: ServerConfig, on_listening: Callable[[str], None] | None = None
-) -> None:
-    """Serve a started `AsyncLLM` until SIGINT or SIGTERM; running answers get ten seconds.
-
-    Args:
-        on_listening: called with the base URL once connections are taken.
+def listen(config: ServerConfig) -> socket.socket:
+    """A socket on the configured address; from here on connections queue.
 
     Raises:
-        OSError: the address cannot be listened on.
+        OSError: the address is taken or not this machine's.
     """
-    app = create_app(llm, config)
-    server = _Server(
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+
+
+def base_url(listener: socket.socket) -> str:
+    """Where clients reach a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def make_server(llm: AsyncLLM, config: ServerConfig) -> uvicorn.Server:
+    """A uvicorn server over a started `AsyncLLM`.
+
+    Run it with `await server.serve(sockets=[listen(config)])`: until SIGINT, SIGTERM or
+    `server.should_exit`; running answers then get ten seconds.
+    """
+    return uvicorn.Server(
         uvicorn.Config(
-            app,
-            host=config.host,
-            port=config.port,
+            create_app(llm, config),
             log_level="warning",
-            timeout_graceful_shutdown=GRACE_SECONDS,
             lifespan="off",
-        ),
-        on_listening,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
     )
-    await server.serve()
-    if not server.started:
-        raise OSError(f"cannot listen on {config.host}:{config.port}")
-
-
-class _Server(uvicorn.Server):
-    """Tells where it listens; port 0 is known only then."""
-
-    def __init__(self, config: uvicorn.Config, on_listening: Callable[[str], None] | None) -> None:
-        super().__init__(config)
-        self._on_listening = on_listening
-
-    async def startup(self, sockets: object = None) -> None:
-        await super().startup(None)
-        if self.started and self._on_listening is not None:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            self._on_listening(f"http://{shown}:{port}")

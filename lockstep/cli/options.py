@@ -1,0 +1,87 @@
+"""Options that several commands share, and what they mean."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from lockstep.settings import EngineSettings
+
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A packaged name (smollm2, gemma3-270m), a path or a hub id."
+    ),
+]
+
+_ENGINE = "Engine"
+Dtype = Annotated[str, typer.Option(help="auto, bfloat16 or float32.", rich_help_panel=_ENGINE)]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_ENGINE)]
+BackendName = Annotated[
+    str,
+    typer.Option(
+        "--backend", help="Kernels: auto, native, torch or triton.", rich_help_panel=_ENGINE
+    ),
+]
+Threads = Annotated[
+    int, typer.Option(help="CPU threads; 0 takes all cores.", rich_help_panel=_ENGINE)
+]
+MaxContext = Annotated[
+    int,
+    typer.Option(help="Most tokens of a sequence; 0 is the model's own.", rich_help_panel=_ENGINE),
+]
+CacheMegabytes = Annotated[
+    int,
+    typer.Option(
+        "--cache-mb", help="Page pool in MiB; 0 sizes it by free memory.", rich_help_panel=_ENGINE
+    ),
+]
+
+_SAMPLING = "Sampling"
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
+TopP = Annotated[float | None, typer.Option("--top-p", rich_help_panel=_SAMPLING)]
+TopK = Annotated[int | None, typer.Option("--top-k", help="0 is off.", rich_help_panel=_SAMPLING)]
+MinP = Annotated[float | None, typer.Option("--min-p", rich_help_panel=_SAMPLING)]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option("--repetition-penalty", rich_help_panel=_SAMPLING)
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option("--max-tokens", "-n", help="Most tokens to write.", rich_help_panel=_SAMPLING),
+]
+Seed = Annotated[
+    int | None, typer.Option(help="The same seed, the same text.", rich_help_panel=_SAMPLING)
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(help="Text that ends the answer; may be repeated.", rich_help_panel=_SAMPLING),
+]
+
+
+def engine_settings(
+    *,
+    dtype: str,
+    device: str,
+    backend: str,
+    threads: int,
+    max_context: int,
+    cache_mb: int,
+) -> EngineSettings:
+    """What the engine options say, as keyword arguments of `LLM`; checked there."""
+    settings: Any = {
+        "dtype": dtype,
+        "device": device,
+        "backend": backend,
+        "threads": threads,
+        "max_context": max_context,
+        "cache_bytes": cache_mb * 1024 * 1024,
+    }
+    result: EngineSettings = settings
+    return result
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """Only what was given on the command line; the rest keeps its own default."""
+    return {name: value for name, value in values.items() if value is not None and value != []}
