@@ -14,7 +14,7 @@ from enum import IntEnum
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE
 
-from lockstep.text.pretokenizers import ignores_merges, pre_tokenizer
+from lockstep.text.pretokenizers import word_cut
 from lockstep.types import ModelError
 
 _SPACE = "\u2581"
@@ -101,6 +101,7 @@ def _ids(vocabulary: Vocabulary) -> dict[str, int]:
 
 
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
+    cut = word_cut(vocabulary.pre)
     ids = _ids(vocabulary)
     pairs = []
     for rank, line in enumerate(vocabulary.merges):
@@ -109,11 +110,11 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
         if not found or left not in ids or right not in ids or left + right not in ids:
             raise ModelError(f"tokenizer: merge {rank} ({line!r}) names no tokens")
         pairs.append((left, right))
-    model = BPE(
-        vocab=ids, merges=pairs, fuse_unk=False, ignore_merges=ignores_merges(vocabulary.pre)
-    )
+    model = BPE(vocab=ids, merges=pairs, fuse_unk=False, ignore_merges=cut.whole_words)
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizer(vocabulary.pre)
+    if (normalizer := cut.normalizer()) is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = cut.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

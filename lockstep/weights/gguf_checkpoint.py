@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lockstep.text import Tokenizer
+from lockstep.text.pretokenizers import word_cut
 from lockstep.text.vocabulary import TokenKind, Vocabulary, build
 from lockstep.types import ModelError
 from lockstep.weights.checkpoint import Checkpoint
@@ -22,6 +24,7 @@ from lockstep.weights.llama3_rope import scaling_of_factors
 if TYPE_CHECKING:
     import torch
 
+_LAYER = re.compile(r"blk\.(\d+)\.")
 _EMBEDDING = "token_embd.weight"
 _SAMPLES = 8  # runs of bytes that the hash reads from each tensor
 _SAMPLE_BYTES = 64
@@ -54,11 +57,13 @@ class GGUFCheckpoint(Checkpoint):
         if embedding is None or len(embedding.shape) != 2:
             raise ModelError(f"{path}: tensor {_EMBEDDING!r} is missing or no matrix")
         stored_names = self._file.tensors.keys()
+        layers = {match[1] for name in stored_names if (match := _LAYER.match(name))}
         biases = {"attention": "blk.0.attn_q.bias", "mlp": "blk.0.ffn_up.bias"}
         self.config = build_config(
             metadata,
             path=str(path),
             vocab_size=embedding.shape[0],
+            layers=len(layers),
             tied="output.weight" not in stored_names,
             biases=frozenset(part for part, bias in biases.items() if bias in stored_names),
         )
@@ -122,15 +127,16 @@ class GGUFCheckpoint(Checkpoint):
         for key, token in ids.items():
             if token is not None and not (isinstance(token, int) and 0 <= token < len(tokens)):
                 raise ModelError(f"metadata tokenizer.ggml.{key}_token_id is {token!r}")
-        # A SentencePiece model starts every text with its start id unless told otherwise.
-        starts = bool(metadata.get("tokenizer.ggml.add_bos_token", model == "llama"))
-        pre = metadata.get("tokenizer.ggml.pre", "")
-        if pre == "llama-bpe" and "tokenizer.ggml.add_bos_token" not in metadata:
-            starts = True
+        pre = metadata.get("tokenizer.ggml.pre")
+        pre = pre if isinstance(pre, str) else ""
+        starts = metadata.get("tokenizer.ggml.add_bos_token")
+        if starts is None:
+            # A SentencePiece model starts every text with its start id.
+            starts = model == "llama" or word_cut(pre).starts_text
         vocabulary = Vocabulary(
             model=model,
             tokens=tokens,
-            pre=pre if isinstance(pre, str) else "",
+            pre=pre,
             kinds=self._list("token_type", int),
             scores=self._list("scores", (int, float)),
             merges=self._list("merges", str),

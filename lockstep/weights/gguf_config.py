@@ -128,6 +128,7 @@ def build_config(
     *,
     path: str,
     vocab_size: int,
+    layers: int,
     tied: bool,
     biases: frozenset[str],
 ) -> dict[str, Any]:
@@ -135,6 +136,7 @@ def build_config(
 
     Args:
         vocab_size: rows of the embedding.
+        layers: how many layers have tensors.
         tied: the file has no output matrix of its own.
         biases: which of "attention" and "mlp" have biases.
 
@@ -143,6 +145,8 @@ def build_config(
     """
     name, family = family_of(metadata, path)
     keys = _Keys(metadata, name, path)
+    if (stated := keys.integer("block_count")) != layers:
+        raise keys.fail("block_count", f"is {stated}, but tensors of {layers} layers are there")
     heads = keys.integer("attention.head_count")
     hidden = keys.integer("embedding_length")
     head_dim = keys.integer("attention.key_length", hidden // heads)
@@ -151,7 +155,7 @@ def build_config(
         "model_type": family.model_type,
         "hidden_size": hidden,
         "intermediate_size": keys.integer("feed_forward_length"),
-        "num_hidden_layers": keys.integer("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -161,10 +165,12 @@ def build_config(
         "max_position_embeddings": keys.integer("context_length"),
         "vocab_size": vocab_size,
         "tie_word_embeddings": tied,
-        "attention_bias": "attention" in biases,
         "attention_dropout": 0.0,
         family.activation[0]: family.activation[1],
     }
+    # Hugging Face's other families have biases by definition or not at all.
+    if family.model_type in ("llama", "qwen3", "gemma3_text"):
+        config["attention_bias"] = "attention" in biases
     if family.model_type == "llama":
         config["mlp_bias"] = "mlp" in biases
     keys.only("attention.value_length", head_dim)
@@ -178,15 +184,11 @@ def build_config(
     keys.only("expert_count", 0)
     keys.only("expert_used_count", 0)
     keys.only("use_parallel_residual", False)
-    window = keys.optional("attention.sliding_window")
-    if window:
-        config["sliding_window"] = keys.integer("attention.sliding_window")
-    elif family.model_type in ("gemma3_text",):
-        raise keys.fail("attention.sliding_window", "is missing")
     if family.model_type == "gemma3_text":
         _add_gemma(config, keys)
     elif family.model_type == "mistral":
-        config.setdefault("sliding_window", None)
+        window = keys.optional("attention.sliding_window")
+        config["sliding_window"] = keys.integer("attention.sliding_window") if window else None
     for entry, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         value = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if isinstance(value, int):
@@ -232,6 +234,7 @@ def _rope_scaling(keys: _Keys) -> dict[str, Any] | None:
 
 def _add_gemma(config: dict[str, Any], keys: _Keys) -> None:
     layers = config["num_hidden_layers"]
+    config["sliding_window"] = keys.integer("attention.sliding_window")
     pattern = keys.optional("attention.sliding_window_pattern")
     if isinstance(pattern, list) and len(pattern) == layers:
         sliding = [bool(entry) for entry in pattern]

