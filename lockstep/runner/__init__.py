@@ -3,5 +3,27 @@
 Where does my class go?
 - `plan.py`: the two records that cross between scheduler and device (no torch here).
 - `batch.py`: a plan turned into tensors. `runner.py`: the forward pass over them.
-- `sampler.py`: logits to tokens and logprobs. `memory.py`: how large the pool may be.
+- `sampler.py`: logits to tokens and logprobs; `penalties.py`: what changes logits first.
+- `memory.py`: how the pool is laid out and how large it may be.
+
+Importing this package imports no torch; `load_runner` does.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lockstep.config import EngineConfig
+
+if TYPE_CHECKING:
+    from lockstep.runner.runner import Runner
+
+
+def load_runner(
+    config: EngineConfig, progress: Callable[[str, float], None] | None = None
+) -> Runner:
+    """Load the model that the configuration names; see `runner.load_runner`."""
+    from lockstep.runner.runner import load_runner as load
+
+    return load(config, progress)

@@ -61,6 +61,9 @@ class TokenRun:
             `logits` rows, -1 where none is wanted; empty otherwise.
         sample: how to draw the next token after the last row; None when the
             prompt is not finished in this step.
+        prompt_params: the request's sampling parameters where `prompt_targets` are
+            wanted: how many alternatives and which given ids to report, raw or
+            processed. None reports the targets alone.
     """
 
     sequence: int
@@ -72,6 +75,7 @@ class TokenRun:
     logits: int = 0
     prompt_targets: Sequence[int] = ()
     sample: SampleSpec | None = None
+    prompt_params: SamplingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +112,14 @@ class RunResult:
         token: the drawn id, or None when the run had no SampleSpec.
         logprob: its logprobs when the request asked for them.
         prompt_logprobs: one entry per `prompt_targets` that is not -1, in order.
+        error: why this run's numbers are worthless (hidden states that are not finite),
+            "" when they are sound; the other runs of the step are not affected.
     """
 
     token: int | None = None
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,156 @@
+"""Modules that families share: those of the Hugging Face source, over `Backend` operations.
+
+Activations are [R, ...], one row a token of the step, in the model's dtype. Modules
+hold packed weights and never compute a reduction themselves, so that a row's bits are
+those of the backend's fixed trees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lockstep.kernels.contract import (
+    Activation,
+    AttentionBatch,
+    Backend,
+    KVLayer,
+    QKNorm,
+    RopeTable,
+    Weight,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardStep:
+    """Where the rows of one pass stand.
+
+    Attributes:
+        positions: int32 [R], absolute.
+        attention: one batch per cache group, in the model's group order.
+        kv: keys and values of every layer, indexed by layer.
+    """
+
+    positions: Tensor
+    attention: tuple[AttentionBatch, ...]
+    kv: tuple[KVLayer, ...]
+
+
+class Linear(nn.Module):
+    """x [R, K] to [R, N], with an optional bias; adds `residual` [R, N] after the cast."""
+
+    def __init__(self, backend: Backend, weight: Weight, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.backend = backend
+        self.weight = weight
+        self.bias = bias
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.backend.linear(x, self.weight, self.bias, residual)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm; `unit_offset` multiplies by 1 + weight (Gemma)."""
+
+    def __init__(
+        self, backend: Backend, weight: Tensor, eps: float, unit_offset: bool = False
+    ) -> None:
+        super().__init__()
+        self.backend = backend
+        self.weight = weight
+        self.eps = eps
+        self.unit_offset = unit_offset
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.backend.rms_norm(x, self.weight, self.eps, self.unit_offset, residual)
+
+
+class Embedding(nn.Module):
+    """ids int32 [R] to rows [R, K], times `scale` rounded to the model's dtype (Gemma)."""
+
+    def __init__(self, backend: Backend, weight: Weight, scale: float = 1.0) -> None:
+        super().__init__()
+        self.backend = backend
+        self.weight = weight
+        self.scale = scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.backend.embedding(ids, self.weight, self.scale)
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate x) * up x), gate and up packed together."""
+
+    def __init__(
+        self, backend: Backend, gate_up_proj: Weight, down_proj: Linear, activation: Activation
+    ) -> None:
+        super().__init__()
+        self.backend = backend
+        self.gate_up_proj = gate_up_proj
+        self.down_proj = down_proj
+        self.activation: Activation = activation
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        inner = self.backend.gated_linear(x, self.gate_up_proj, self.activation)
+        out: Tensor = self.down_proj(inner, residual)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What one layer's attention computes, beside its weights.
+
+    Attributes:
+        layer, group: index of the layer and of its cache group.
+        q_heads, kv_heads, head_dim: heads; query head h reads key head h * kv_heads // q_heads.
+        scale: factor on q·k. window: positions seen, itself included; None is all.
+    """
+
+    layer: int
+    group: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        return (
+            self.q_heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+        )
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention over the paged cache, with rotary positions."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        shape: AttentionShape,
+        qkv_proj: Linear,
+        o_proj: Linear,
+        rope: RopeTable,
+        norm: QKNorm | None = None,
+    ) -> None:
+        super().__init__()
+        self.backend = backend
+        self.shape = shape
+        self.qkv_proj = qkv_proj
+        self.o_proj = o_proj
+        self.rope = rope
+        self.norm = norm
+
+    def forward(self, x: Tensor, step: ForwardStep, residual: Tensor | None = None) -> Tensor:
+        shape = self.shape
+        batch, kv = step.attention[shape.group], step.kv[shape.layer]
+        qkv = self.qkv_proj(x)
+        q = self.backend.write_kv(
+            qkv, step.positions, self.rope, kv, batch, shape.q_heads, self.norm
+        )
+        heads = self.backend.attention(q, kv, batch, shape.scale, shape.window)
+        out: Tensor = self.o_proj(heads, residual)
+        return out

@@ -1,0 +1,113 @@
+"""Checkpoint tensors to packed weights: by name, one at a time, every shape checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.contract import Backend, Weight
+from lockstep.types import ModelError
+
+Progress = Callable[[str, float], None]
+
+
+class TensorSource(Protocol):
+    """What loading needs of a checkpoint (`lockstep.weights.Checkpoint` is one)."""
+
+    @property
+    def name(self) -> str: ...
+
+    def tensor_names(self) -> tuple[str, ...]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
+class WeightLoader:
+    """Reads tensors by their Hugging Face names and lays them out for a backend.
+
+    Only one source tensor (or the parts of one fused matrix) is held beside the
+    packed weights at any time. `weight_bytes` counts what was laid out.
+
+    Raises (every method):
+        ModelError: a tensor that is missing or has another shape than the
+            configuration asks for; it names the tensor, found and expected shape.
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        backend: Backend,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+        prefix: str = "",
+    ) -> None:
+        self.backend = backend
+        self.dtype = dtype
+        self.weight_bytes = 0
+        self._source = source
+        self._progress = progress
+        self._prefix = prefix
+        self._names = frozenset(source.tensor_names())
+        self._taken: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        return self._prefix + name in self._names
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """A norm's weight or a bias: [size] in the model's dtype on the device."""
+        return self._count(self._read(name, (size,)).to(self.backend.device))
+
+    def bias(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
+        """Biases of a fused projection, joined: [sum of sizes]."""
+        parts = [self._read(name, (size,)) for name, size in zip(names, sizes, strict=True)]
+        return self._count(torch.cat(parts).to(self.backend.device))
+
+    def matrix(self, names: Sequence[str], sizes: Sequence[int], inputs: int) -> Weight:
+        """Matrices [size, inputs] stacked in order and packed as one."""
+        parts = [self._read(name, (size, inputs)) for name, size in zip(names, sizes, strict=True)]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        del parts
+        return self._packed(self.backend.pack(whole))
+
+    def gated(self, gate: str, up: str, size: int, inputs: int) -> Weight:
+        """The two matrices [size, inputs] of a gated MLP as one packed pair."""
+        shape = (size, inputs)
+        return self._packed(self.backend.pack_gated(self._read(gate, shape), self._read(up, shape)))
+
+    def finish(self, ignored: Callable[[str], bool]) -> None:
+        """Refuse tensors that nothing read; `ignored` names those that change nothing."""
+        for name in sorted(self._names - self._taken):
+            if not ignored(name):
+                raise ModelError(
+                    f"{self._source.name}: tensor {name!r} {self._source.shape(name)} is in the "
+                    "file but not in the architecture"
+                )
+
+    def _read(self, name: str, expected: tuple[int, ...]) -> Tensor:
+        name = self._prefix + name
+        if name not in self._names:
+            raise ModelError(f"{self._source.name}: tensor {name!r} {expected} is missing")
+        found = tuple(self._source.shape(name))
+        if found != expected:
+            raise ModelError(
+                f"{self._source.name}: tensor {name!r} has shape {found}, "
+                f"the configuration asks for {expected}"
+            )
+        tensor = self._source.tensor(name)
+        self._taken.add(name)
+        if self._progress is not None:
+            self._progress("loading weights", len(self._taken) / len(self._names))
+        return tensor.to(self.dtype)
+
+    def _packed(self, weight: Weight) -> Weight:
+        self._count(weight.data)
+        return weight
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        self.weight_bytes += tensor.numel() * tensor.element_size()
+        return tensor

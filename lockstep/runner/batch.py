@@ -1,0 +1,303 @@
+"""A plan turned into tensors.
+
+Runs may pass through different layers: some leave early, some enter late with a copy
+of another run's rows. The layers are cut where that changes, so that inside one
+segment the set of rows is constant. All index arrays of a step travel to the device
+in one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.kernels.contract import AttentionBatch
+from lockstep.runner.plan import Plan, TokenRun
+
+_ALIGN = 16  # int32 elements: every array starts on a 64-byte boundary
+_Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Layers [begin, end) and the rows that pass through them.
+
+    Attributes:
+        gather: int32 rows of the previous segment's hidden states that enter here, in
+            order; None when they are the same rows.
+        positions, attention: of these rows; see `model.ForwardStep`.
+        num_exits: rows whose hidden states after `end` need logits.
+        exits: int32 indices of those rows; None when they are all of them, or none.
+    """
+
+    begin: int
+    end: int
+    gather: Tensor | None
+    positions: Tensor
+    attention: tuple[AttentionBatch, ...]
+    num_exits: int
+    exits: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Everything that the forward pass of one step reads.
+
+    Attributes:
+        ids: int32 token ids of the runs that enter from the embedding.
+        segments: ascending, without gaps between the first and the last layer in use.
+        logit_rows: per run of the plan, (begin, end) of its rows among all exits, in
+            the order in which segments yield them.
+    """
+
+    ids: Tensor
+    segments: tuple[Segment, ...]
+    logit_rows: tuple[tuple[int, int], ...]
+
+
+class _Upload:
+    """int32 arrays gathered into one buffer and sent to the device in one copy."""
+
+    def __init__(self) -> None:
+        self._arrays: list[_Ints] = []
+        self._starts: list[int] = []
+        self._size = 0
+
+    def add(self, array: _Ints) -> int:
+        """Register an array; its index in what `send` returns."""
+        self._arrays.append(array)
+        self._starts.append(self._size)
+        self._size += -(-array.size // _ALIGN) * _ALIGN
+        return len(self._arrays) - 1
+
+    def send(self, device: torch.device) -> list[Tensor]:
+        pinned = device.type == "cuda"
+        buffer = torch.empty(self._size, dtype=torch.int32, pin_memory=pinned)
+        flat = buffer.numpy()
+        for start, array in zip(self._starts, self._arrays, strict=True):
+            flat[start : start + array.size] = array.ravel()
+        sent = buffer.to(device, non_blocking=True) if pinned else buffer
+        return [
+            sent[start : start + array.size].view(array.shape)
+            for start, array in zip(self._starts, self._arrays, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A `Segment` whose arrays are indices into an upload."""
+
+    begin: int
+    end: int
+    gather: int | None
+    positions: int
+    query_start: int
+    context_len: int
+    tables: tuple[int, ...]
+    slots: tuple[int, ...]
+    max_query: int
+    max_context: int
+    num_exits: int
+    exits: int | None
+
+    def finish(self, tensors: Sequence[Tensor]) -> Segment:
+        return Segment(
+            begin=self.begin,
+            end=self.end,
+            gather=None if self.gather is None else tensors[self.gather],
+            positions=tensors[self.positions],
+            attention=tuple(
+                AttentionBatch(
+                    query_start=tensors[self.query_start],
+                    context_len=tensors[self.context_len],
+                    page_table=tensors[table],
+                    slots=tensors[slots],
+                    max_query=self.max_query,
+                    max_context=self.max_context,
+                )
+                for table, slots in zip(self.tables, self.slots, strict=True)
+            ),
+            num_exits=self.num_exits,
+            exits=None if self.exits is None else tensors[self.exits],
+        )
+
+
+class BatchBuilder:
+    """Builds `StepBatch`es for one model on one device.
+
+    Args:
+        num_layers, num_groups: of the model.
+        page_tokens: tokens a page.
+        device: where the tensors go.
+    """
+
+    def __init__(
+        self, num_layers: int, num_groups: int, page_tokens: int, device: torch.device
+    ) -> None:
+        self._num_layers = num_layers
+        self._num_groups = num_groups
+        self._page_tokens = page_tokens
+        self._device = device
+
+    def build(self, plan: Plan) -> StepBatch:
+        """Tensors of a plan with at least one run.
+
+        Raises:
+            ValueError: a run without tokens, without a page where a row stands, or with
+                layers or a source that make no sense.
+        """
+        runs = plan.runs
+        check_runs(runs, self._num_layers, self._num_groups)
+        upload = _Upload()
+        ids = [np.asarray(run.tokens, np.int32) for run in runs if run.source is None]
+        ids_at = upload.add(np.concatenate(ids))
+        cuts = sorted({layer for run in runs for layer in run.layers})
+        drafts: list[_Draft] = []
+        spans = [(0, 0)] * len(runs)
+        total = 0
+        before: list[int] = []
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            active = [
+                i for i, run in enumerate(runs) if run.layers[0] <= begin and run.layers[1] >= end
+            ]
+            gather = None
+            if drafts and active != before:
+                gather = upload.add(_entering_rows(runs, active, before, begin))
+            drafts.append(self._draft(runs, active, begin, end, gather, upload))
+            for index in active:
+                if runs[index].layers[1] == end:
+                    spans[index] = (total, total + runs[index].logits)
+                    total += runs[index].logits
+            before = active
+        tensors = upload.send(self._device)
+        segments = tuple(draft.finish(tensors) for draft in drafts)
+        return StepBatch(tensors[ids_at], segments, tuple(spans))
+
+    def _draft(
+        self,
+        runs: Sequence[TokenRun],
+        active: Sequence[int],
+        begin: int,
+        end: int,
+        gather: int | None,
+        upload: _Upload,
+    ) -> _Draft:
+        """Positions, page tables, slots and exits of the active runs."""
+        chosen = [runs[i] for i in active]
+        count = len(chosen)
+        lengths = np.fromiter((len(run.tokens) for run in chosen), np.int32, count)
+        firsts = np.fromiter((run.start for run in chosen), np.int32, count)
+        query_start = np.zeros(count + 1, np.int32)
+        np.cumsum(lengths, out=query_start[1:])
+        rows = int(query_start[-1])
+        owner = np.repeat(np.arange(count), lengths)
+        positions = np.arange(rows, dtype=np.int32) + (firsts - query_start[:-1])[owner]
+        context = firsts + lengths
+        max_context = int(context.max())
+        tables, slots = [], []
+        for group in range(self._num_groups):
+            table, own = self._pages(chosen, group, max_context, owner, positions)
+            tables.append(upload.add(table))
+            slots.append(upload.add(own))
+        wanted = np.fromiter(
+            (run.logits if run.layers[1] == end else 0 for run in chosen), np.int32, count
+        )
+        num_exits = int(wanted.sum())
+        exits = None
+        if 0 < num_exits < rows:
+            # The last `wanted` rows of each run.
+            from_end = query_start[1:][owner] - np.arange(rows, dtype=np.int32)
+            exits = upload.add(np.flatnonzero(from_end <= wanted[owner]).astype(np.int32))
+        return _Draft(
+            begin=begin,
+            end=end,
+            gather=gather,
+            positions=upload.add(positions),
+            query_start=upload.add(query_start),
+            context_len=upload.add(context),
+            tables=tuple(tables),
+            slots=tuple(slots),
+            max_query=int(lengths.max()),
+            max_context=max_context,
+            num_exits=num_exits,
+            exits=exits,
+        )
+
+    def _pages(
+        self,
+        runs: Sequence[TokenRun],
+        group: int,
+        max_context: int,
+        owner: NDArray[np.int64],
+        positions: _Ints,
+    ) -> tuple[_Ints, _Ints]:
+        """Page table [B, P] of a group, and the slot [R] of every row in it."""
+        columns = -(-max_context // self._page_tokens)
+        table = np.full((len(runs), columns), -1, np.int32)
+        for row, run in enumerate(runs):
+            pages = run.pages[group]
+            table[row, : len(pages)] = pages[:columns]
+        page, offset = np.divmod(positions, np.int32(self._page_tokens))
+        own = table[owner, page]
+        if own.min() < 0:
+            raise ValueError(f"group {group}: a row of the step stands on no page")
+        return table, own * np.int32(self._page_tokens) + offset
+
+
+def check_runs(runs: Sequence[TokenRun], num_layers: int, num_groups: int) -> None:
+    """Refuse a plan that would compute nonsense.
+
+    Raises:
+        ValueError: naming the run.
+    """
+    if not runs:
+        raise ValueError("a plan without runs has nothing to compute")
+    for index, run in enumerate(runs):
+        first, last = run.layers
+        if not 0 <= first < last <= num_layers:
+            raise ValueError(f"run {index}: layers {run.layers} of {num_layers}")
+        if not run.tokens or run.logits > len(run.tokens):
+            raise ValueError(f"run {index}: {run.logits} logits of {len(run.tokens)} tokens")
+        if run.sample is not None and run.logits < 1:
+            raise ValueError(f"run {index} samples without logits")
+        if run.prompt_targets and len(run.prompt_targets) != run.logits:
+            raise ValueError(
+                f"run {index}: {len(run.prompt_targets)} targets of {run.logits} logits"
+            )
+        if len(run.pages) != num_groups:
+            raise ValueError(f"run {index}: pages of {len(run.pages)} groups, not {num_groups}")
+        if run.source is None:
+            if first != 0:
+                raise ValueError(f"run {index} enters at layer {first} without a source")
+            continue
+        source = runs[run.source]
+        if len(source.tokens) != len(run.tokens) or source.start != run.start:
+            raise ValueError(f"run {index} copies run {run.source}, which stands elsewhere")
+        if not source.layers[0] < first <= source.layers[1]:
+            raise ValueError(
+                f"run {index} enters at layer {first}, where its source {run.source} "
+                f"(layers {source.layers}) has no rows"
+            )
+
+
+def _entering_rows(
+    runs: Sequence[TokenRun], active: Sequence[int], before: Sequence[int], layer: int
+) -> _Ints:
+    """Rows of the previous segment from which the active runs' rows come."""
+    start_of: dict[int, int] = {}
+    row = 0
+    for index in before:
+        start_of[index] = row
+        row += len(runs[index].tokens)
+    pieces = []
+    for index in active:
+        run = runs[index]
+        enters = run.source is not None and run.layers[0] == layer
+        begin = start_of[run.source if enters and run.source is not None else index]
+        pieces.append(np.arange(begin, begin + len(run.tokens), dtype=np.int32))
+    return np.concatenate(pieces)

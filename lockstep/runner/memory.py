@@ -1,0 +1,134 @@
+"""How the page pool is laid out, and how large it may be.
+
+The pool is one flat tensor. Page i of group g starts at element i * strides[g],
+whichever group owns that stretch at the time; slabs of one size make this safe: slab
+s holds exactly pages s * pages_per_slab[g] .. (s + 1) * pages_per_slab[g] - 1 of any
+one group, and no page of another slab.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from lockstep.config import ConfigError
+from lockstep.types import LayerGroup
+
+_MIB = 1024 * 1024
+_ALIGN = 64  # elements; pages start on cache lines and on 16-byte boundaries
+_MAX_WASTE = 0.03
+_CPU_DEFAULT = 512 * _MIB  # touched as it fills: an idle engine does not hold it
+_CUDA_RESERVE = 1024 * _MIB  # activations, logits, the allocator's own slack
+
+
+@dataclass(frozen=True, slots=True)
+class PoolGeometry:
+    """Layout of the pool, in elements of the cache's dtype.
+
+    Attributes:
+        page_tokens: tokens a page, alike in every group.
+        slab: elements of a slab. strides: elements from a group's page to its next.
+        pages_per_slab: per group. num_slabs: how many there are.
+    """
+
+    page_tokens: int
+    slab: int
+    strides: tuple[int, ...]
+    pages_per_slab: tuple[int, ...]
+    num_slabs: int
+
+    @property
+    def elements(self) -> int:
+        return self.slab * self.num_slabs
+
+    def tokens(self) -> int:
+        """Most tokens that the pool holds at once, in sequences that keep every page."""
+        per_slab = sum(1 / pages for pages in self.pages_per_slab)
+        return int(self.num_slabs / per_slab) * self.page_tokens
+
+    def slabs_needed(self, groups: Sequence[LayerGroup], tokens: int, step_tokens: int) -> int:
+        """Slabs of one sequence of `tokens` that computes up to `step_tokens` a step."""
+        total = 0
+        for group, per_slab in zip(groups, self.pages_per_slab, strict=True):
+            pages = -(-tokens // self.page_tokens)
+            if group.window is not None:
+                # A window and a step's rows, each begun and ended inside a page.
+                pages = min(pages, (group.window + step_tokens) // self.page_tokens + 2)
+            total += -(-(pages + 1) // per_slab)  # and a page to copy on a shared write
+        return total
+
+    def longest_sequence(self, groups: Sequence[LayerGroup], limit: int, step_tokens: int) -> int:
+        """Most tokens, at most `limit`, of a sequence that has the pool to itself."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.slabs_needed(groups, middle, step_tokens) <= self.num_slabs:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+def page_elements(group: LayerGroup, page_tokens: int) -> int:
+    """Elements of one page: keys and values of all the group's layers."""
+    return 2 * len(group.layers) * group.kv_heads * group.head_dim * page_tokens
+
+
+def plan_pool(groups: Sequence[LayerGroup], page_tokens: int, elements: int) -> PoolGeometry:
+    """The geometry of a pool of at most `elements` elements.
+
+    The slab is the smallest multiple of the largest page in which no group wastes
+    more than 3% (one page, when there is one group).
+
+    Raises:
+        ConfigError: not even one page of every group fits.
+    """
+    pages = [page_elements(group, page_tokens) for group in groups]
+    slab, per_slab = _choose_slab(pages)
+    num_slabs = elements // slab
+    if num_slabs < len(pages):
+        raise ConfigError(
+            f"a pool of {elements} elements is too small: one page of every layer group needs "
+            f"{slab * len(pages)} (raise memory_bytes)"
+        )
+    return PoolGeometry(
+        page_tokens=page_tokens,
+        slab=slab,
+        strides=tuple(slab // count for count in per_slab),
+        pages_per_slab=tuple(per_slab),
+        num_slabs=num_slabs,
+    )
+
+
+def _choose_slab(pages: Sequence[int]) -> tuple[int, list[int]]:
+    """Elements of a slab and, per group, how many pages it holds."""
+    best: tuple[float, int, list[int]] | None = None
+    for multiple in range(1, 33):
+        room = multiple * max(pages)
+        counts = [room // page for page in pages]
+        unit = math.lcm(*counts) * _ALIGN
+        slab = -(-room // unit) * unit
+        waste = max(1 - count * page / slab for count, page in zip(counts, pages, strict=True))
+        if best is None or waste < best[0]:
+            best = (waste, slab, counts)
+        if waste <= _MAX_WASTE:
+            break
+    assert best is not None
+    return best[1], best[2]
+
+
+def default_pool_bytes(device: torch.device) -> int:
+    """Bytes of the pool when the configuration names none.
+
+    On a CPU 512 MiB or half of the free memory, whichever is less; the system hands
+    pages over as they are first written. On CUDA what is free now, less 1 GiB and a
+    tenth for activations.
+    """
+    if device.type == "cuda":
+        free, _total = torch.cuda.mem_get_info(device)
+        return max(int(free * 0.9) - _CUDA_RESERVE, 0)
+    return min(_CPU_DEFAULT, psutil.virtual_memory().available // 2)

@@ -1,0 +1,323 @@
+"""The forward pass of one step, and how a runner comes to be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import lockstep
+from lockstep.config import ConfigError, EngineConfig
+from lockstep.kernels import make_backend, tree
+from lockstep.kernels.contract import Backend, KVLayer
+from lockstep.model import DecoderModel, ForwardStep, load_model
+from lockstep.model.base import model_dtype
+from lockstep.runner.batch import BatchBuilder, StepBatch
+from lockstep.runner.memory import default_pool_bytes, plan_pool
+from lockstep.runner.plan import PageCopy, Plan, RunResult, SampleSpec, StepResult
+from lockstep.runner.sampler import Draw, Sampler
+from lockstep.types import EngineInfo, SamplingParams, TokenLogprob
+from lockstep.weights import open_checkpoint
+
+_MIB = 1024 * 1024
+_LOGIT_BYTES = {"cpu": 64 * _MIB, "cuda": 512 * _MIB}  # of one chunk of rows
+_NOT_FINITE = "the model's hidden states are not finite numbers"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a runner is told about the model beside its tensors, for `Runner.info`."""
+
+    name: str = ""
+    weights_hash: str = ""
+    load_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Row:
+    """One row of logits: what to report of it and for which run.
+
+    Attributes:
+        run: index in the plan. target: id to score, -1 for none. params: how to report it.
+        spec: how to draw the next token, None where none is drawn.
+    """
+
+    run: int
+    target: int = -1
+    params: SamplingParams | None = None
+    spec: SampleSpec | None = None
+
+
+class Runner:
+    """A model, its page pool and a sampler: satisfies `plan.Executor`.
+
+    `max_context` is the model's, or what one sequence can hold when it has the whole
+    pool to itself, whichever is less: a small pool shortens contexts rather than
+    letting a sequence be admitted that can never finish.
+
+    Args:
+        page_tokens: tokens a page.
+        memory_bytes: bytes of the pool; 0 is `memory.default_pool_bytes`.
+        num_slabs: slabs of the pool instead, where not 0.
+        max_context: most tokens of a sequence; 0 means the model's own limit.
+        step_tokens: most rows of one sequence in one step (sliding windows keep that
+            much more than their window).
+
+    Raises:
+        ConfigError: the pool cannot hold one page of every layer group.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        backend: Backend,
+        *,
+        page_tokens: int = 16,
+        memory_bytes: int = 0,
+        num_slabs: int = 0,
+        max_context: int = 0,
+        step_tokens: int = 512,
+        identity: Identity | None = None,
+    ) -> None:
+        self.model = model
+        self.backend = backend
+        self.groups = model.groups
+        self.num_layers = model.num_layers
+        self.vocab_size = model.vocab_size
+        self.page_tokens = page_tokens
+        self.identity = identity or Identity()
+        size = torch.empty((), dtype=model.dtype).element_size()
+        budget = memory_bytes or default_pool_bytes(backend.device)
+        if num_slabs:
+            least = len(self.groups)
+            slab = plan_pool(self.groups, page_tokens, 2**62).slab
+            budget = max(num_slabs, least) * slab * size
+        self._pool_shape = plan_pool(self.groups, page_tokens, budget // size)
+        self.num_slabs = self._pool_shape.num_slabs
+        self.pages_per_slab = self._pool_shape.pages_per_slab
+        limit = min(max_context or model.max_context, model.max_context)
+        self.max_context = self._pool_shape.longest_sequence(self.groups, limit, step_tokens)
+        if self.max_context < 1:
+            raise ConfigError(f"memory_bytes ({budget}) holds not one page of every layer group")
+        self.pool_bytes = self._pool_shape.elements * size
+        self._pool = torch.empty(
+            self._pool_shape.elements, dtype=model.dtype, device=backend.device
+        )
+        self._kv = self._layer_views()
+        self._builder = BatchBuilder(
+            self.num_layers, len(self.groups), page_tokens, backend.device
+        )
+        self._sampler = Sampler(backend, self.vocab_size)
+        self._chunk_rows = max(16, _LOGIT_BYTES[backend.kind] // (4 * self.vocab_size))
+
+    def _layer_views(self) -> tuple[KVLayer, ...]:
+        views: dict[int, KVLayer] = {}
+        for group, stride in zip(self.groups, self._pool_shape.strides, strict=True):
+            layer_size = 2 * group.kv_heads * group.head_dim * self.page_tokens
+            for index, layer in enumerate(group.layers):
+                views[layer] = self.backend.kv_layer(
+                    self._pool,
+                    page_stride=stride,
+                    offset=index * layer_size,
+                    kv_heads=group.kv_heads,
+                    head_dim=group.head_dim,
+                    page_tokens=self.page_tokens,
+                )
+        return tuple(views[layer] for layer in range(self.num_layers))
+
+    # --- one step ------------------------------------------------------------
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan) -> StepResult:
+        """Copies, then one forward pass, then only the rows that need logits.
+
+        Raises:
+            ValueError: a plan that makes no sense.
+        """
+        self._copy_pages(plan.copies)
+        if not plan.runs:
+            return StepResult(plan.step)
+        batch = self._builder.build(plan)
+        exits = self._forward(batch)
+        if exits is None:
+            return StepResult(plan.step, tuple(RunResult() for _ in plan.runs))
+        return self._finish(plan, batch, exits)
+
+    def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        for group, stride in enumerate(self._pool_shape.strides):
+            pairs = [(copy.source, copy.target) for copy in copies if copy.group == group]
+            if pairs:
+                self.backend.copy_pages(
+                    self._pool, stride, torch.tensor(pairs, device=self.backend.device)
+                )
+
+    def _forward(self, batch: StepBatch) -> Tensor | None:
+        """Hidden rows [X, D] that need logits, normed, in the order in which they exit."""
+        hidden = self.model.embed(batch.ids)
+        exits = []
+        for segment in batch.segments:
+            if segment.gather is not None:
+                hidden = hidden.index_select(0, segment.gather)
+            step = ForwardStep(segment.positions, segment.attention, self._kv)
+            hidden = self.model.run_layers(hidden, segment.begin, segment.end, step)
+            if segment.num_exits:
+                exits.append(
+                    hidden if segment.exits is None else hidden.index_select(0, segment.exits)
+                )
+        if not exits:
+            return None
+        return self.model.final_norm(exits[0] if len(exits) == 1 else torch.cat(exits))
+
+    def _finish(self, plan: Plan, batch: StepBatch, exits: Tensor) -> StepResult:
+        rows = _rows_of(plan, batch)
+        draws: dict[int, Draw] = {}
+        scores: dict[int, list[TokenLogprob]] = {}
+        for begin in range(0, len(rows), self._chunk_rows):
+            chunk = rows[begin : begin + self._chunk_rows]
+            logits = self.model.head(exits[begin : begin + self._chunk_rows])
+            self._score_targets(logits, chunk, scores)
+            self._draw_tokens(logits, plan, chunk, draws)
+        bad = self._bad_runs(rows, exits)
+        results = []
+        for index in range(len(plan.runs)):
+            drawn = draws.get(index)
+            results.append(
+                RunResult(
+                    None if drawn is None else drawn.token,
+                    None if drawn is None else drawn.logprob,
+                    tuple(scores.get(index, ())),
+                    _NOT_FINITE if index in bad else "",
+                )
+            )
+        return StepResult(plan.step, tuple(results))
+
+    def _score_targets(
+        self, logits: Tensor, chunk: Sequence[_Row], scores: dict[int, list[TokenLogprob]]
+    ) -> None:
+        """Logprobs of the prompt's own tokens; before the draw, which overwrites logits."""
+        at = [i for i, row in enumerate(chunk) if row.target >= 0]
+        if not at:
+            return
+        chosen = [chunk[i] for i in at]
+        picked = logits.index_select(0, torch.tensor(at, device=logits.device))
+        found = self._sampler.score(
+            picked, [row.target for row in chosen], [row.params for row in chosen], prompt=True
+        )
+        for row, score in zip(chosen, found, strict=True):
+            scores.setdefault(row.run, []).append(score)
+
+    def _draw_tokens(
+        self, logits: Tensor, plan: Plan, chunk: Sequence[_Row], draws: dict[int, Draw]
+    ) -> None:
+        at = [i for i, row in enumerate(chunk) if row.spec is not None]
+        if not at:
+            return
+        if len(at) < len(chunk):
+            logits = logits.index_select(0, torch.tensor(at, device=logits.device))
+        specs = [spec for row in chunk if (spec := row.spec) is not None]
+        sequences = [plan.runs[chunk[i].run].sequence for i in at]
+        for i, draw in zip(at, self._sampler.draw(logits, specs, sequences), strict=True):
+            draws[chunk[i].run] = draw
+
+    @staticmethod
+    def _bad_runs(rows: Sequence[_Row], exits: Tensor) -> set[int]:
+        """Runs with a row whose hidden state is not finite."""
+        finite = torch.isfinite(exits).all(dim=1)
+        if bool(finite.all()):
+            return set()
+        return {rows[i].run for i, good in enumerate(finite.tolist()) if not good}
+
+    # --- what it is ------------------------------------------------------------
+
+    def info(self) -> EngineInfo:
+        """The runner's description; see `EngineInfo`."""
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return EngineInfo(
+            model=self.identity.name,
+            architecture=self.model.architecture,
+            dtype=dtype,
+            device=str(self.backend.device),
+            backend=self.backend.name,
+            threads=int(getattr(self.backend, "threads", 0)),
+            vocab_size=self.vocab_size,
+            num_layers=self.num_layers,
+            max_context=self.max_context,
+            page_tokens=self.page_tokens,
+            pool_tokens=self._pool_shape.tokens(),
+            pool_bytes=self.pool_bytes,
+            weight_bytes=self.model.weight_bytes,
+            fingerprint=tree.fingerprint(
+                architecture=self.model.architecture,
+                weights=self.identity.weights_hash,
+                dtype=dtype,
+                device=self.backend.kind,
+                backend=self.backend.describe(),
+                lockstep=lockstep.__version__,
+                torch=torch.__version__,
+            ),
+            load_seconds=self.identity.load_seconds,
+        )
+
+
+def _rows_of(plan: Plan, batch: StepBatch) -> list[_Row]:
+    """One `_Row` for every row of logits, in the order in which they exit."""
+    total = max(end for _begin, end in batch.logit_rows)
+    rows: list[_Row] = [_Row(-1)] * total
+    for index, (run, (begin, end)) in enumerate(zip(plan.runs, batch.logit_rows, strict=True)):
+        if begin == end:
+            continue
+        params = run.prompt_params or (run.sample.params if run.sample is not None else None)
+        targets = run.prompt_targets or (-1,) * (end - begin)
+        for row, target in zip(range(begin, end), targets, strict=True):
+            rows[row] = _Row(index, target, params)
+        rows[end - 1].spec = run.sample
+    return rows
+
+
+def load_runner(
+    config: EngineConfig, progress: Callable[[str, float], None] | None = None
+) -> Runner:
+    """Open the checkpoint, build backend and model, and lay out the pool.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+        ConfigError: a device or backend that is absent, or a pool that is too small.
+    """
+    started = time.monotonic()
+    options = config.model
+    checkpoint = open_checkpoint(options.name)
+    backend = make_backend(options)
+    _check_page(config.cache.page_tokens, backend.kind)
+    if backend.kind == "cpu":
+        torch.set_num_threads(getattr(backend, "threads", torch.get_num_threads()))
+    model = load_model(
+        checkpoint,
+        backend,
+        model_dtype(options.dtype),
+        progress,
+        max_context=config.scheduler.max_context,
+    )
+    runner = Runner(
+        model,
+        backend,
+        page_tokens=config.cache.page_tokens,
+        memory_bytes=config.cache.memory_bytes,
+        max_context=config.scheduler.max_context,
+        step_tokens=config.scheduler.max_step_tokens,
+    )
+    runner.identity = Identity(
+        options.name, checkpoint.weights_hash(), time.monotonic() - started
+    )
+    return runner
+
+
+def _check_page(page_tokens: int, kind: str) -> None:
+    """Pages must divide the attention blocks, which have absolute positions."""
+    for block in set(tree.BLOCK[kind].values()):
+        if block % page_tokens:
+            raise ConfigError(
+                f"page_tokens ({page_tokens}) must divide the attention block of {block} tokens"
+            )
