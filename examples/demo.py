@@ -1,0 +1,348 @@
+"""The demo: a server, a dozen questions at once, and the proof that nobody's answer moved.
+
+Run by `make demo`. Starts `lockstep serve smollm2` on a free port, asks twelve questions over
+HTTP together, asks each again alone, and compares token ids and logprobs bit for bit. Then the
+same comparison on torch's own matrix products, which is the control: there the bits do move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+SYSTEM = (
+    "You are the assistant of a small observatory that is open to visitors. You answer the "
+    "questions of guests of every age. Be friendly, be exact, and use plain words. Explain one "
+    "idea at a time and give one example from daily life where it helps. If a question has a "
+    "number for an answer, give the number first and then say where it comes from. Do not invent "
+    "facts: if you are not sure, say so and tell the guest what you would look up. Keep every "
+    "answer to three sentences at most, because a queue of guests is waiting behind the one who "
+    "asks. The observatory opens at six in the evening and closes at eleven. The large telescope "
+    "is in the east dome and the small one is on the roof terrace."
+)
+QUESTIONS = (
+    "Why is the sky blue?",
+    "How far away is the Moon?",
+    "What is a black hole?",
+    "Why do stars twinkle?",
+    "What is a light year?",
+    "Why does the Moon change its shape?",
+    "What is a shooting star?",
+    "How hot is the Sun?",
+    "Why is Mars red?",
+    "What is the Milky Way?",
+    "Which telescope should I look through first?",
+    "Can you see the flag on the Moon from here?",
+)
+START_LIMIT = 240.0  # seconds; the first start compiles the CPU kernels
+
+
+@dataclass
+class Answer:
+    """One streamed answer and everything needed to compare it bit for bit."""
+
+    question: str
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+    fingerprint: str = ""
+    cached: int = 0
+    started: float = 0.0
+    first: float = 0.0
+    ended: float = 0.0
+    error: str = ""
+
+    def bits(self) -> tuple[tuple[int, ...], bytes, str]:
+        """Token ids, the logprobs' bits and the engine's fingerprint."""
+        packed = struct.pack(f"<{len(self.logprobs)}d", *self.logprobs)
+        return tuple(self.tokens), packed, self.fingerprint
+
+
+class Server:
+    """`lockstep serve` in a process of its own, on a free port of this machine."""
+
+    def __init__(self, model: str, threads: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self.model = model
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in stop()
+        command = [sys.executable, "-m", "lockstep.cli.main", "serve", model]
+        command += ["--port", str(self.port), "--threads", str(threads)]
+        self._process = subprocess.Popen(
+            command, stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        )
+
+    def log(self) -> str:
+        """What the server has printed so far."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+    def wait(self) -> None:
+        """Return once the server answers.
+
+        Raises:
+            RuntimeError: it ended or did not come up; carries its output.
+        """
+        limit = time.monotonic() + START_LIMIT
+        while time.monotonic() < limit:
+            if self._process.poll() is not None:
+                break
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+            try:
+                connection.request("GET", "/v1/models")
+                if connection.getresponse().status == 200:
+                    return
+            except OSError:
+                pass
+            finally:
+                connection.close()
+            time.sleep(0.1)
+        raise RuntimeError(f"the server did not start:\n{self.log()}")
+
+    def ask(self, answer: Answer, index: int, tokens: int) -> None:
+        """Stream one answer; even questions are greedy, odd ones are drawn with a seed."""
+        body = {
+            "model": self.model,
+            "messages": [
+                {"role": "system", "content": SYSTEM},
+                {"role": "user", "content": answer.question},
+            ],
+            "max_tokens": tokens,
+            "temperature": 0.8 if index % 2 else 0.0,
+            "seed": index,
+            "logprobs": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        answer.started = time.perf_counter()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        try:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                answer.error = f"HTTP {response.status}: {response.read().decode()[:200]}"
+                return
+            for line in response:
+                payload = line.decode().strip().removeprefix("data: ")
+                if payload and payload != "[DONE]":
+                    self._take(answer, json.loads(payload))
+        except OSError as error:
+            answer.error = str(error)
+        finally:
+            answer.ended = time.perf_counter()
+            connection.close()
+
+    @staticmethod
+    def _take(answer: Answer, chunk: dict) -> None:
+        if "error" in chunk:
+            answer.error = str(chunk["error"])
+            return
+        answer.fingerprint = chunk.get("system_fingerprint") or answer.fingerprint
+        answer.prompt = chunk.get("prompt_token_ids") or answer.prompt
+        if chunk.get("usage"):
+            answer.cached = chunk["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for choice in chunk.get("choices", ()):
+            if choice.get("token_ids"):
+                answer.first = answer.first or time.perf_counter()
+                answer.tokens += choice["token_ids"]
+            answer.text += choice["delta"].get("content") or ""
+            logprobs = choice.get("logprobs") or {}
+            answer.logprobs += [entry["logprob"] for entry in logprobs.get("content") or ()]
+
+    def stop(self) -> None:
+        """End the server and wait for it."""
+        self._process.terminate()
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._log.close()
+
+
+def board(answers: list[Answer], began: float, now: float) -> Group:
+    """The crowd as it stands: one line an answer, totals below."""
+    table = Table(box=None, pad_edge=False, expand=True)
+    table.add_column("guest asks", no_wrap=True, style="cyan", ratio=3)
+    table.add_column("answer, as it arrives", no_wrap=True, overflow="ellipsis", ratio=7)
+    table.add_column("tokens", justify="right", width=6)
+    table.add_column("cached", justify="right", width=6, style="green")
+    for answer in answers:
+        text = " ".join(answer.text.split())
+        shown = text if answer.ended else text[-90:]
+        style = "red" if answer.error else ("" if answer.ended else "yellow")
+        cached = str(answer.cached) if answer.ended else ""
+        line = Text(answer.error or shown, style=style)
+        table.add_row(answer.question, line, str(len(answer.tokens)), cached)
+    total = sum(len(answer.tokens) for answer in answers)
+    writing = sum(bool(answer.first) and not answer.ended for answer in answers)
+    speed = total / max(now - began, 1e-9)
+    totals = Text(
+        f"  {writing} answers being written at once · {total} tokens · {speed:.0f} tokens/s"
+    )
+    return Group(table, totals)
+
+
+def ask_together(server: Server, console: Console, tokens: int) -> list[Answer]:
+    """All questions at once, drawn live on a terminal."""
+    answers = [Answer(question) for question in QUESTIONS]
+    threads = [
+        threading.Thread(target=server.ask, args=(answer, index, tokens), daemon=True)
+        for index, answer in enumerate(answers)
+    ]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    if console.is_terminal:
+        with Live(console=console, refresh_per_second=12, transient=True) as live:
+            while any(thread.is_alive() for thread in threads):
+                live.update(board(answers, began, time.perf_counter()))
+                time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    console.print(board(answers, began, max(answer.ended for answer in answers)))
+    waits = sorted(answer.first - answer.started for answer in answers if answer.first)
+    if waits:
+        console.print(f"  first token after {waits[0]:.2f} to {waits[-1]:.2f} s")
+    return answers
+
+
+def hex_of(logprob: float) -> str:
+    """A logprob's own bits: the float32 that the engine computed, in hexadecimal."""
+    return struct.pack(">f", logprob).hex()
+
+
+def compare(console: Console, crowd: list[Answer], alone: list[Answer]) -> bool:
+    """Print the comparison of two series; True when every bit agrees."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("guest asks", no_wrap=True, style="cyan")
+    table.add_column("drawn", style="dim")
+    table.add_column("last logprob in the crowd", justify="right")
+    table.add_column("and alone", justify="right")
+    table.add_column("from cache", justify="right", style="green")
+    table.add_column("all bits")
+    for index, (one, other) in enumerate(zip(crowd, alone, strict=True)):
+        same = one.bits() == other.bits() and bool(one.tokens)
+        table.add_row(
+            one.question,
+            f"seed {index}" if index % 2 else "greedy",
+            hex_of(one.logprobs[-1]) if one.logprobs else "-",
+            hex_of(other.logprobs[-1]) if other.logprobs else "-",
+            f"{one.cached}, {other.cached}",
+            Text("equal", "green") if same else Text("DIFFER", "bold red"),
+        )
+    console.print(table)
+    equal = sum(a.bits() == b.bits() and bool(a.tokens) for a, b in zip(crowd, alone, strict=True))
+    tokens = sum(len(answer.tokens) for answer in crowd)
+    passed = equal == len(crowd)
+    style = "bold green" if passed else "bold red"
+    console.print(
+        f"  {equal} of {len(crowd)} answers equal bit for bit: {tokens} token ids, {tokens} "
+        f"logprobs, fingerprint {crowd[0].fingerprint}",
+        style=style,
+    )
+    return passed
+
+
+def run_control(console: Console, model: str, threads: int, prompts: list[list[int]]) -> None:
+    """The same comparison on torch's own operations, in a process of its own."""
+    script = Path(__file__).with_name("control.py")
+    command = [sys.executable, str(script), "--model", model, "--threads", str(threads)]
+    done = subprocess.run(
+        command, input=json.dumps(prompts), capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        console.print(f"  the control could not run:\n{done.stderr[-2000:]}", style="red")
+        return
+    result = json.loads(done.stdout)
+    if result["logprobs_differ"]:
+        console.print(
+            f"  {result['logprobs_differ']} of {result['logprobs']} logprobs have other bits alone "
+            f"than in the crowd, by up to {result['largest']:.2g}; "
+            f"{result['answers_differ']} of {result['answers']} answers have other bits, "
+            f"{result['texts_differ']} have other words",
+            style="bold yellow",
+        )
+        console.print("  (this is what the check above would show if the engine let it happen)")
+    else:
+        console.print(
+            "  no bit differed here on this machine; `make test` shows by what else the check fails"
+        )
+
+
+def main() -> int:
+    """Run the demo; 0 when every answer was equal bit for bit."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer")
+    parser.add_argument("--threads", type=int, default=0, help="0: all cores")
+    parser.add_argument("--no-control", action="store_true")
+    options = parser.parse_args()
+    threads = options.threads or len(os.sched_getaffinity(0))
+    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+
+    console.print(Panel(f"Lockstep · {options.model} · {threads} CPU threads", expand=False))
+    server = Server(options.model, threads)
+    try:
+        began = time.monotonic()
+        with console.status("starting the server (the first start also compiles its kernels)"):
+            server.wait()
+        console.print(
+            f"[bold]1. The server[/] answers at http://127.0.0.1:{server.port}/v1 "
+            f"after {time.monotonic() - began:.1f} s\n"
+        )
+        console.print(
+            "[bold]2. Twelve guests ask at once[/], all under one long system prompt, which is "
+            "computed once\n"
+        )
+        crowd = ask_together(server, console, options.tokens)
+        errors = [answer.error for answer in crowd if answer.error]
+        if errors:
+            console.print(f"{errors[0]}\n{server.log()[-2000:]}", style="red")
+            return 1
+        console.print(
+            "\n[bold]3. Each asks again, alone[/], now on a warm cache: batch of 1 against batch "
+            "of 12\n"
+        )
+        alone = [Answer(question) for question in QUESTIONS]
+        with console.status("asking one by one"):
+            for index, answer in enumerate(alone):
+                server.ask(answer, index, options.tokens)
+        passed = compare(console, crowd, alone)
+    except RuntimeError as error:
+        console.print(str(error), style="red")
+        return 1
+    finally:
+        server.stop()
+    if not options.no_control:
+        console.print(
+            "\n[bold]4. The control[/]: the same model and engine on torch's own matrix products "
+            "and attention\n"
+        )
+        with console.status("running the control"):
+            run_control(console, options.model, threads, [answer.prompt for answer in crowd])
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

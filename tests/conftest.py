@@ -1,0 +1,42 @@
+"""Settings that every test shares: hypothesis profiles, one thread by default, the GPU marker."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+# Before torch is imported anywhere: the suite shares two cores with the engines it starts, and
+# weights never come from a network.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+# The same examples on every run: a red run is red again. `HYPOTHESIS_PROFILE=explore` looks for
+# new ones.
+settings.register_profile("ci", derandomize=True, database=None, **_COMMON)
+settings.register_profile("explore", max_examples=1000, print_blob=True, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@cache
+def _has_gpu() -> bool:
+    """True where an NVIDIA driver is loaded; asks without importing torch."""
+    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout."""
+    return Path(__file__).resolve().parents[1]
