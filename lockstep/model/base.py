@@ -93,8 +93,11 @@ class DecoderModel(nn.Module):
         self.tied = read.flag("tie_word_embeddings", self.default_tied())
         self.max_positions = read.integer("max_position_embeddings", 2048)
         self.max_context = min(max_context or self.max_positions, self.max_positions)
-        self.layers = nn.ModuleList()
         self._refuse_unsupported()
+        # First, while nothing else is in memory: it is the largest tensor by far.
+        table = loader.matrix(["model.embed_tokens.weight"], (self.vocab_size,), self.hidden_size)
+        self.embed_tokens = Embedding(self.backend, table, self.embedding_scale())
+        self.layers = nn.ModuleList()
 
     def default_kv_heads(self) -> int:
         return self.q_heads
@@ -125,13 +128,13 @@ class DecoderModel(nn.Module):
     # --- building ------------------------------------------------------------
 
     def finish_loading(self) -> None:
-        """Embedding, last norm and head; then refuse keys and tensors that nothing read."""
-        loader, size = self.loader, (self.vocab_size,)
-        table = loader.matrix(["model.embed_tokens.weight"], size, self.hidden_size)
-        self.embed_tokens = Embedding(self.backend, table, self.embedding_scale())
+        """The last norm and the head; then refuse keys and tensors that nothing read."""
+        loader = self.loader
         self.norm = self.build_norm("model.norm.weight")
         self.lm_head = (
-            table if self.tied else loader.matrix(["lm_head.weight"], size, self.hidden_size)
+            self.embed_tokens.weight
+            if self.tied
+            else loader.matrix(["lm_head.weight"], (self.vocab_size,), self.hidden_size)
         )
         self.reader.finish()
         loader.finish(self._ignored_tensor)
@@ -216,9 +219,7 @@ class DecoderModel(nn.Module):
         )
         return GatedMLP(self.backend, gate_up, Linear(self.backend, down), activation)
 
-    def attention_shape(
-        self, layer: int, scale: float
-    ) -> AttentionShape:
+    def attention_shape(self, layer: int, scale: float) -> AttentionShape:
         """Shape of a layer's attention; its group is the one that lists the layer."""
         group = next(g for g, entry in enumerate(self.groups) if layer in entry.layers)
         return AttentionShape(

@@ -13,17 +13,55 @@ from lockstep.types import ModelError
 
 # Keys that change neither the weights' shapes nor what is computed from them.
 HARMLESS = frozenset(
-    """
-    architectures model_type torch_dtype dtype transformers_version auto_map
-    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id
-    use_cache initializer_range initializer_factor attention_dropout hidden_dropout
-    embd_pdrop attn_pdrop resid_pdrop pretraining_tp cache_implementation
-    _name_or_path name_or_path is_llama_config attn_implementation _attn_implementation
-    _attn_implementation_autoset output_attentions output_hidden_states return_dict
-    id2label label2id num_labels problem_type task_specific_params chunk_size_feed_forward
-    transformers.js_config unsloth_fixed unsloth_version finetuning_task tokenizer_class
-    prefix torchscript gradient_checkpointing router_aux_loss_coef _commit_hash
-    """.split()
+    [
+        "architectures",
+        "model_type",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "auto_map",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "unk_token_id",
+        "decoder_start_token_id",
+        "use_cache",
+        "initializer_range",
+        "initializer_factor",
+        "attention_dropout",
+        "hidden_dropout",
+        "embd_pdrop",
+        "attn_pdrop",
+        "resid_pdrop",
+        "pretraining_tp",
+        "cache_implementation",
+        "_name_or_path",
+        "name_or_path",
+        "is_llama_config",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "task_specific_params",
+        "chunk_size_feed_forward",
+        "transformers.js_config",
+        "unsloth_fixed",
+        "unsloth_version",
+        "finetuning_task",
+        "tokenizer_class",
+        "prefix",
+        "torchscript",
+        "gradient_checkpointing",
+        "router_aux_loss_coef",
+        "_commit_hash",
+    ]
 )
 
 

@@ -47,6 +47,8 @@ class Gemma3DecoderLayer(nn.Module):
 
 
 class Gemma3ForCausalLM(DecoderModel):
+    """Scaled embeddings, offset norms, normed queries and keys; see `DecoderModel`."""
+
     activation_keys = ("hidden_activation", "hidden_act")
     unit_offset = True
 

@@ -30,8 +30,8 @@ class TensorSource(Protocol):
 class WeightLoader:
     """Reads tensors by their Hugging Face names and lays them out for a backend.
 
-    Only one source tensor (or the parts of one fused matrix) is held beside the
-    packed weights at any time. `weight_bytes` counts what was laid out.
+    One source tensor and one unpacked matrix are held beside the packed weights at
+    any time. `weight_bytes` counts what was laid out.
 
     Raises (every method):
         ModelError: a tensor that is missing or has another shape than the
@@ -54,30 +54,32 @@ class WeightLoader:
         self._prefix = prefix
         self._names = frozenset(source.tensor_names())
         self._taken: set[str] = set()
+        self._scratch = torch.empty(0, dtype=dtype)
 
     def has(self, name: str) -> bool:
         return self._prefix + name in self._names
 
     def vector(self, name: str, size: int) -> Tensor:
         """A norm's weight or a bias: [size] in the model's dtype on the device."""
-        return self._count(self._read(name, (size,)).to(self.backend.device))
+        return self.bias([name], [size])
 
     def bias(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
         """Biases of a fused projection, joined: [sum of sizes]."""
-        parts = [self._read(name, (size,)) for name, size in zip(names, sizes, strict=True)]
-        return self._count(torch.cat(parts).to(self.backend.device))
+        joined = torch.empty(sum(sizes), dtype=self.dtype)
+        self._fill(joined, names, sizes)
+        return self._count(joined.to(self.backend.device))
 
     def matrix(self, names: Sequence[str], sizes: Sequence[int], inputs: int) -> Weight:
         """Matrices [size, inputs] stacked in order and packed as one."""
-        parts = [self._read(name, (size, inputs)) for name, size in zip(names, sizes, strict=True)]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        del parts
-        return self._packed(self.backend.pack(whole))
+        stacked = self._workspace(sum(sizes), inputs)
+        self._fill(stacked, names, sizes)
+        return self._packed(self.backend.pack(stacked))
 
     def gated(self, gate: str, up: str, size: int, inputs: int) -> Weight:
         """The two matrices [size, inputs] of a gated MLP as one packed pair."""
-        shape = (size, inputs)
-        return self._packed(self.backend.pack_gated(self._read(gate, shape), self._read(up, shape)))
+        stacked = self._workspace(2 * size, inputs)
+        self._fill(stacked, [gate, up], [size, size])
+        return self._packed(self.backend.pack_gated(stacked[:size], stacked[size:]))
 
     def finish(self, ignored: Callable[[str], bool]) -> None:
         """Refuse tensors that nothing read; `ignored` names those that change nothing."""
@@ -87,6 +89,20 @@ class WeightLoader:
                     f"{self._source.name}: tensor {name!r} {self._source.shape(name)} is in the "
                     "file but not in the architecture"
                 )
+
+    def _workspace(self, rows: int, columns: int) -> Tensor:
+        """Uninitialised [rows, columns], valid until the next call: packing copies it."""
+        if self._scratch.numel() < rows * columns:
+            self._scratch = torch.empty(rows * columns, dtype=self.dtype)
+        return self._scratch[: rows * columns].view(rows, columns)
+
+    def _fill(self, target: Tensor, names: Sequence[str], sizes: Sequence[int]) -> None:
+        """Copy tensors into consecutive rows of the target, rounded to its dtype."""
+        begin = 0
+        for name, size in zip(names, sizes, strict=True):
+            part = target[begin : begin + size]
+            part.copy_(self._read(name, tuple(part.shape)))
+            begin += size
 
     def _read(self, name: str, expected: tuple[int, ...]) -> Tensor:
         name = self._prefix + name
@@ -98,11 +114,10 @@ class WeightLoader:
                 f"{self._source.name}: tensor {name!r} has shape {found}, "
                 f"the configuration asks for {expected}"
             )
-        tensor = self._source.tensor(name)
         self._taken.add(name)
         if self._progress is not None:
             self._progress("loading weights", len(self._taken) / len(self._names))
-        return tensor.to(self.dtype)
+        return self._source.tensor(name)
 
     def _packed(self, weight: Weight) -> Weight:
         self._count(weight.data)

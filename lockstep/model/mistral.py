@@ -6,6 +6,8 @@ from lockstep.model.llama import LlamaForCausalLM
 
 
 class MistralForCausalLM(LlamaForCausalLM):
+    """Every layer slides when the configuration names a window, else none does."""
+
     def default_kv_heads(self) -> int:
         return 8
 

@@ -24,6 +24,8 @@ def windowed_layers(reader: ConfigReader, layers: int) -> tuple[tuple[str, ...],
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
+    """The output projection has no bias, whatever the others have."""
+
     def attention_types(self) -> tuple[tuple[str, ...], int | None]:
         return windowed_layers(self.reader, self.num_layers)
 

@@ -7,6 +7,8 @@ from lockstep.model.qwen2 import windowed_layers
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
+    """Heads have a size of their own, by default 128."""
+
     qk_norm = True
 
     def default_head_dim(self) -> int:

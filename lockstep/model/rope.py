@@ -33,9 +33,7 @@ def rope_table(
         angles = np.arange(begin, end, dtype=np.float64)[:, None] * frequencies
         cos[begin:end] = np.cos(angles) * scale
         sin[begin:end] = np.sin(angles) * scale
-    return RopeTable(
-        cos=torch.from_numpy(cos).to(device), sin=torch.from_numpy(sin).to(device)
-    )
+    return RopeTable(cos=torch.from_numpy(cos).to(device), sin=torch.from_numpy(sin).to(device))
 
 
 def read_rope(
@@ -91,8 +89,9 @@ def scaled_frequencies(
         frequencies, scale = _yarn(scaling, plain, theta, max_positions)
     elif kind in ("dynamic", "longrope", "su"):
         raise scaling.fail(
-            "rope_type", f"is {kind!r}: its rotation depends on the sequence's length, which "
-            "would change the bits of tokens that are already cached"
+            "rope_type",
+            f"is {kind!r}: its rotation depends on the sequence's length, which "
+            "would change the bits of tokens that are already cached",
         )
     else:
         raise scaling.fail("rope_type", f"is {kind!r}; default, linear, llama3, yarn are supported")

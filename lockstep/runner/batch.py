@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -161,7 +162,7 @@ class BatchBuilder:
         spans = [(0, 0)] * len(runs)
         total = 0
         before: list[int] = []
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in pairwise(cuts):
             active = [
                 i for i, run in enumerate(runs) if run.layers[0] <= begin and run.layers[1] >= end
             ]

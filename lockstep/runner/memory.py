@@ -9,10 +9,11 @@ one group, and no page of another slab.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-import psutil
 import torch
 
 from lockstep.config import ConfigError
@@ -131,4 +132,22 @@ def default_pool_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return max(int(free * 0.9) - _CUDA_RESERVE, 0)
-    return min(_CPU_DEFAULT, psutil.virtual_memory().available // 2)
+    return min(_CPU_DEFAULT, _free_memory() // 2)
+
+
+def _free_memory() -> int:
+    """Bytes that this process may still take: of the machine, or of its control group."""
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: the machine's whole memory is the only figure there is
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text(), (group / "memory.current").read_text()
+        free = min(free, int(limit) - int(used))
+    except (OSError, ValueError):
+        pass  # no control group, or one without a limit ("max")
+    return max(free, 0)

@@ -107,9 +107,7 @@ class Runner:
             self._pool_shape.elements, dtype=model.dtype, device=backend.device
         )
         self._kv = self._layer_views()
-        self._builder = BatchBuilder(
-            self.num_layers, len(self.groups), page_tokens, backend.device
-        )
+        self._builder = BatchBuilder(self.num_layers, len(self.groups), page_tokens, backend.device)
         self._sampler = Sampler(backend, self.vocab_size)
         self._chunk_rows = max(16, _LOGIT_BYTES[backend.kind] // (4 * self.vocab_size))
 
@@ -308,9 +306,7 @@ def load_runner(
         max_context=config.scheduler.max_context,
         step_tokens=config.scheduler.max_step_tokens,
     )
-    runner.identity = Identity(
-        options.name, checkpoint.weights_hash(), time.monotonic() - started
-    )
+    runner.identity = Identity(options.name, checkpoint.weights_hash(), time.monotonic() - started)
     return runner
 
 

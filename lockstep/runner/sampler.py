@@ -154,7 +154,7 @@ class Sampler:
         values, ids = logits.topk(size, dim=1)
         shifted = (values - normaliser[:, None]).tolist()
         value_rows, id_rows = values.tolist(), ids.tolist()
-        result = []
+        result: list[tuple[tuple[int, float], ...]] = []
         for row, count in enumerate(counts):
             count = min(count, most)
             if count == 0:
