@@ -183,7 +183,8 @@ def test_every_dependency_is_explained_and_pinned() -> None:
     names = {re.match(r"[A-Za-z0-9_.-]+", item).group(0).lower() for item in declared}  # type: ignore[union-attr]
     pins = {
         line.partition("==")[0].lower().replace("_", "-")
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        for name in ("constraints.txt", "models.txt")
+        for line in (ROOT / name).read_text().splitlines()
         if "==" in line
     }
     page = (ROOT / "docs/dependencies.md").read_text(encoding="utf-8").lower()
