@@ -149,6 +149,9 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it become their ids.
 
+        What a vocabulary has no token for (SmolLM2 lacks a few control characters) becomes
+        its unknown token or, where the model has none, nothing; as in every engine.
+
         Args:
             add_special_tokens: add what the model wants around every text (often a start id).
         """

@@ -182,17 +182,12 @@ def _add_special(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
 
 def _surround(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     """Puts the start and end ids around a text that is encoded with special tokens."""
-    before: list[str] = []
-    after: list[str] = []
-    known: list[tuple[str, int]] = []
-    for token, place in ((vocabulary.add_bos, before), (vocabulary.add_eos, after)):
+    single, known = ["$A"], []
+    for label, token in (("start", vocabulary.add_bos), ("end", vocabulary.add_eos)):
         if token is not None:
-            name = vocabulary.tokens[token]
-            place.append(f"{name}:0")
-            known.append((name, token))
+            single.insert(0 if label == "start" else len(single), label)
+            known.append({"id": label, "ids": [token], "tokens": [vocabulary.tokens[token]]})
     if known:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*before, "$A:0", *after],
-            pair=[*before, "$A:0", *after, *before, "$B:1", *after],
-            special_tokens=known,
+            single=single, special_tokens=known
         )
