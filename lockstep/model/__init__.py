@@ -5,7 +5,8 @@ Where does my class go?
 - `loading.py`: checkpoint tensors to packed weights, by name, with every shape checked.
 - `layers.py`: the modules that families share; `base.py`: what a family must offer.
 - `llama.py`, `qwen3.py`, `gemma3.py`, ...: one family a file; `registry.py` names them all.
-- `check.py`: the command that proves a model (`python -m lockstep.model.check NAME`).
+
+`docs/add-a-model.md` says how a family is added and which command proves it.
 """
 
 from __future__ import annotations

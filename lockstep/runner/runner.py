@@ -144,6 +144,20 @@ class Runner:
             return StepResult(plan.step, tuple(RunResult() for _ in plan.runs))
         return self._finish(plan, batch, exits)
 
+    @torch.inference_mode()
+    def logits(self, plan: Plan) -> list[Tensor]:
+        """As `execute`, but the logits that each run asks for: float32 [run.logits, V].
+
+        For checks and tests; holds all rows at once.
+        """
+        self._copy_pages(plan.copies)
+        batch = self._builder.build(plan)
+        exits = self._forward(batch)
+        if exits is None:
+            return [torch.empty(0, self.vocab_size) for _ in plan.runs]
+        logits = self.model.head(exits)
+        return [logits[begin:end] for begin, end in batch.logit_rows]
+
     def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
         for group, stride in enumerate(self._pool_shape.strides):
             pairs = [(copy.source, copy.target) for copy in copies if copy.group == group]
