@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack, cast, overload
 
@@ -248,14 +248,16 @@ class LLM:
         scores = [Score.of(c, length) for c, length in zip(completions, lengths, strict=True)]
         return scores[0] if one else scores
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[Delta, None, None]:
         """Deltas of one completion as they are computed; closing the iterator cancels it."""
         ids = self._builder.encode(prompt)
         return self._stream(self._builder.build(ids, params or COMPLETION_DEFAULTS))
 
     def stream_chat(
         self, messages: Conversation, params: SamplingParams | None = None
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta, None, None]:
         """As `stream`, for the assistant's next message in a conversation."""
         ids = self._builder.encode_chat(messages)
         return self._stream(self._builder.build(ids, params or CHAT_DEFAULTS, field="messages"))
@@ -265,7 +267,7 @@ class LLM:
             raise LockstepError("this LLM was closed")
         return self._engine
 
-    def _stream(self, request: Request) -> Iterator[Delta]:
+    def _stream(self, request: Request) -> Generator[Delta, None, None]:
         answer = Answer(self.tokenizer, request)
         call = _Call(self, [request])
         with call:

