@@ -317,7 +317,8 @@ class Scheduler:
             if count == 0:
                 return False
         end = start + count
-        self.cache.publish(lease, sequence.tokens, end, draft.journal, tail=count > 1)
+        if count > 1 or end % size == 0:
+            self.cache.publish(lease, sequence.tokens, end, draft.journal, tail=count > 1)
         rows, targets = sequence.logit_rows(start, end)
         draft.runs.append(
             TokenRun(
@@ -330,6 +331,7 @@ class Scheduler:
                 rows,
                 targets,
                 sequence.sample_spec() if end == total and sequence.draws else None,
+                sequence.request.sampling if targets else None,
             )
         )
         draft.members.append(sequence)
@@ -420,11 +422,12 @@ class Scheduler:
         """Whether its tokens so far fit beside what the running ones still need for theirs,
         with a page to spare for the growth of each."""
         needs = self.cache.demand(match, len(sequence.tokens))
+        for want in self.wants:
+            needs[want.group] += len(self.running)
         for other in self.running:
-            assert other.lease is not None
-            more = self.cache.outstanding(other.lease, len(other.tokens))
-            for want in self.wants:
-                needs[want.group] += more[want.group] + 1
+            if other.remaining > 1 and other.lease is not None:
+                more = self.cache.outstanding(other.lease, len(other.tokens))
+                needs = [need + extra for need, extra in zip(needs, more, strict=True)]
         return self.cache.could_fit(needs)
 
     def _should_wait(self, sequence: Sequence, match: Match) -> bool:

@@ -29,8 +29,8 @@ class CacheGroup(ABC):
     Attributes:
         index: in the model's groups. layers: the layer group itself.
         page_tokens: tokens that one table entry stands for.
-        partial: whether a page matched in part is of use after copying it
-            (true where every token has slots of its own).
+        partial: whether a page matched in part is of use after copying it (true where
+            every token has slots of its own); where not, `reusable` answers whole pages.
     """
 
     partial: bool = True
