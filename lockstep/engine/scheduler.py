@@ -21,6 +21,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import islice
 
 from lockstep.cache import Identity, Match, PrefixCache, StepJournal
 from lockstep.cache.tree import common_prefix
@@ -295,7 +296,8 @@ class Scheduler:
 
     def _chunk_limit(self) -> int:
         """Most prompt tokens of one sequence: all of the budget if nobody else could use it."""
-        if len(self.running) > 1 or next(self._admissible(self.waiting), None) is not None:
+        competing = len(self.running) + sum(1 for _ in islice(self._admissible(self.waiting), 2))
+        if competing > 1:
             return self.config.max_chunk_tokens
         return self.config.max_step_tokens
 
