@@ -223,8 +223,8 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
         high1, low1 = _multiply_wide(c2, 0xCD9E8D57)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    shape = torch.broadcast_shapes(c0.shape, c1.shape, c2.shape, c3.shape)
-    return torch.stack([word.expand(shape) for word in (c0, c1, c2, c3)])
+    whole = c0 | c1 | c2 | c3
+    return torch.stack([word.expand_as(whole) for word in (c0, c1, c2, c3)])
 
 
 def gumbel(

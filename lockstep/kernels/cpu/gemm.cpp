@@ -123,6 +123,7 @@ void product(Pool* pool, const T* x, int64_t rows, int64_t k, const T* weight, i
   const E* a = operand(x, rows, k, copy, &lda);
   const E* w = reinterpret_cast<const E*>(weight);
   const int64_t steps = steps_of<T>(k);
+  if (rows == 0) return;
   const Cut c = cut(pool->threads(), panels, rows);
   parallel(pool, c.groups * c.blocks, [&](int64_t task) {
     const int64_t first = task / c.blocks * c.group, begin = task % c.blocks * c.block;

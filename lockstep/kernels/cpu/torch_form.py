@@ -99,24 +99,27 @@ class TorchBackend(Backend):
             prove_tile(n, k)
             self._proved.add(key)
 
-    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _product(self, x: Tensor, weight: Weight) -> Tensor:
         """x [R, K] times weight [N, K] transposed in float32, tile by tile: [R, N]."""
         rows, k = x.shape
-        self.prove(weight.shape[0], k)
-        padded = torch.zeros(-(-rows // TILE) * TILE, k)
-        padded[:rows] = x
-        out = torch.empty(padded.shape[0], weight.shape[0])
+        self.prove(*weight.data.shape)
+        padded = torch.zeros(-(-rows // TILE) * TILE, weight.data.shape[1])
+        padded[:rows, :k] = x
+        out = torch.empty(padded.shape[0], weight.data.shape[0])
         for begin in range(0, rows, TILE):
             end = begin + TILE
-            torch.mm(padded[begin:end], weight.T, out=out[begin:end])
-        return out[:rows]
+            torch.mm(padded[begin:end], weight.data.T, out=out[begin:end])
+        return out[:rows, : weight.n]
 
     # --- weights -----------------------------------------------------------
 
     def _hold(self, weight: Tensor, gated: bool) -> Weight:
-        data = weight.detach().to("cpu", torch.float32).contiguous()
-        self.prove(data.shape[0], data.shape[1])
-        return Weight(data=data, n=data.shape[0], k=data.shape[1], dtype=weight.dtype, gated=gated)
+        """Padded with zeros to whole tiles: narrow, odd shapes are those that fail the proof."""
+        n, k = weight.shape
+        data = torch.zeros(-(-n // TILE) * TILE, -(-k // TILE) * TILE)
+        data[:n, :k] = weight.detach()
+        self.prove(*data.shape)
+        return Weight(data=data, n=n, k=k, dtype=weight.dtype, gated=gated)
 
     def pack(self, weight: Tensor) -> Weight:
         return self._hold(weight, gated=False)
@@ -125,7 +128,7 @@ class TorchBackend(Backend):
         return self._hold(torch.cat([gate, up]), gated=True)
 
     def unpack(self, weight: Weight) -> Tensor:
-        return weight.data.to(weight.dtype, copy=True)
+        return weight.data[: weight.n, : weight.k].to(weight.dtype, copy=True)
 
     # --- layers ------------------------------------------------------------
 
@@ -136,24 +139,24 @@ class TorchBackend(Backend):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        out = self._product(x, weight.data)
+        out = self._product(x, weight)
         if bias is not None:
             out = out + bias.float()
         cast = out.to(x.dtype)
         return cast if residual is None else (residual.float() + cast.float()).to(x.dtype)
 
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
-        return self._product(x, weight.data)
+        return self._product(x, weight)
 
     def gated_linear(self, x: Tensor, weight: Weight, activation: Activation) -> Tensor:
         gate, up = (
-            exact.round_to(half, x.dtype) for half in self._product(x, weight.data).chunk(2, dim=-1)
+            exact.round_to(half, x.dtype) for half in self._product(x, weight).chunk(2, dim=-1)
         )
         active = exact.round_to(_ACTIVATIONS[activation](gate), x.dtype)
         return (active * up).to(x.dtype)
 
     def embedding(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
-        rows = weight.data[ids.long()]
+        rows = weight.data[ids.long(), : weight.k]
         if scale != 1.0:
             rows = rows * torch.tensor(scale, dtype=weight.dtype).float()
         return rows.to(weight.dtype)

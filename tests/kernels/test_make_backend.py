@@ -1,0 +1,135 @@
+"""Choosing a backend: what is named must be there, and no choice is silent."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.config import ConfigError, ModelOptions
+from lockstep.kernels import cpu, make_backend
+from lockstep.kernels.cpu import build, torch_form
+from tests.kernels.support import randn
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
+
+
+def test_names_resolve() -> None:
+    assert make_backend(ModelOptions(device="cpu")).name == "native"
+    assert make_backend(ModelOptions(device="cpu", backend="torch", threads=1)).name == "torch"
+    assert make_backend(ModelOptions(device="auto", backend="native")).kind == "cpu"
+    description = make_backend(ModelOptions(device="cpu", backend="native")).describe()
+    assert {"backend", "isa", "compiler", "sources"} <= description.keys()
+
+
+@without_cuda
+@pytest.mark.parametrize("device", ["cuda", "cuda:3"])
+def test_n01_an_absent_device_is_an_error(device: str) -> None:
+    with pytest.raises(ConfigError, match=r"not present.*device='cpu'"):
+        make_backend(ModelOptions(device=device))
+
+
+@without_cuda
+def test_n01_triton_without_a_gpu_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="not present"):
+        make_backend(ModelOptions(backend="triton"))
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "message"),
+    [
+        ("cpu", "triton", "runs on CUDA only"),
+        ("cuda", "native", "runs on a CPU only"),
+        ("meta", "auto", "not supported"),
+        ("abacus", "auto", "not a device"),
+    ],
+)
+def test_combinations_that_cannot_be(device: str, backend: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_backend(ModelOptions(device=device, backend=backend))
+
+
+def test_without_a_compiler_native_refuses_and_auto_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler.*backend='torch'"):
+        cpu.make_backend("native", 1)
+    chosen = cpu.make_backend("auto", 1)
+    assert chosen.name == "torch"
+    assert "no C++ compiler" in chosen.describe()["chosen"]
+
+
+def test_a_failing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "broken-c++"
+    broken.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo broken 1.0 && exit\n'
+        "echo internal trouble >&2; exit 1\n"
+    )
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("LOCKSTEP_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match="internal trouble"):
+        cpu.make_backend("auto", 1)
+    assert list((tmp_path / "cache").iterdir()) == []  # nothing half-made stays
+
+
+def test_two_processes_build_at_once(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; os.environ['LOCKSTEP_CACHE_DIR'] = sys.argv[1]\n"
+        "from lockstep.kernels.cpu.build import build_library\n"
+        "print(build_library().path.stat().st_size)\n"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    sizes = [process.communicate(timeout=100)[0].strip() for process in processes]
+    assert sizes[0] == sizes[1] != ""
+    assert [path.name for path in tmp_path.iterdir()] == [
+        path.name for path in tmp_path.glob("kernels-*.so")
+    ]
+
+
+def test_cache_folder_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LOCKSTEP_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="LOCKSTEP_CACHE_DIR"):
+        build.build_library()
+
+
+def test_the_torch_form_refuses_a_tile_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine = torch.mm
+
+    def drifting(a: torch.Tensor, b: torch.Tensor, **options: object) -> torch.Tensor:
+        out = genuine(a, b)
+        out[5] += 1e-6 * out[5].abs()
+        return out
+
+    monkeypatch.setattr(torch_form.torch, "mm", drifting)
+    ops = torch_form.TorchBackend(1)
+    with pytest.raises(ConfigError, match="differently by its place"):
+        ops.pack(randn(8, 16))
+
+
+def test_a_pool_outlives_a_fork() -> None:
+    program = (
+        "import os, torch\n"
+        "from lockstep.kernels.cpu import make_backend\n"
+        "ops = make_backend('native', 2)\n"
+        "w = ops.pack(torch.randn(512, 64)); x = torch.randn(30, 64)\n"
+        "before = ops.linear(x, w)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os._exit(0 if torch.equal(ops.linear(x, w), before) else 1)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
+        "assert torch.equal(ops.linear(x, w), before)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
