@@ -15,7 +15,7 @@ VERSION = 1
 # Attention walks key positions in segments at absolute positions, restarted at
 # each segment, and within a segment in blocks; partials merge ascending.
 SEGMENT = 512
-BLOCK = {"cpu": {64: 32, 128: 32, 256: 32}, "cuda": {64: 64, 128: 64, 256: 32}}
+BLOCK = {"cpu": {64: 32, 128: 32, 256: 32}, "cuda": {16: 64, 32: 64, 64: 64, 128: 64, 256: 32}}
 
 # Block of the fixed summation tree of norms and log-sum-exp, in elements.
 NORM_BLOCK = {"cpu": 16, "cuda": 1024}
@@ -28,6 +28,11 @@ def k_slices(device_kind: str, n: int, k: int) -> int:
     A function of the global weight's shape alone, never of the batch.
     """
     return 1
+
+
+def slice_length(k: int, slices: int) -> int:
+    """Input features of a K slice (the last may be shorter): a multiple of 256, or all of k."""
+    return k if slices == 1 else -(-k // (slices * 256)) * 256
 
 
 def fingerprint_parts() -> dict[str, object]:

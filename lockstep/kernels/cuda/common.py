@@ -1,0 +1,109 @@
+"""What every kernel shares: the summation tree, elementwise functions, launch options.
+
+Bits may depend on nothing but the tree, so:
+- `tl.sum` over a long axis is never used on floats (its order follows the layout);
+  `pair_sum` adds neighbours level by level, and an addition of two has no order.
+- contraction is off in every launch (`LAUNCH`): a * b + c rounds twice, everywhere.
+- a fused kernel and a plain one call the same function from here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+LAUNCH: dict[str, Any] = {"enable_fp_fusion": False}
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+def power_of_two(n: int) -> int:
+    """Smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of the device; under the interpreter a small number."""
+    if device.type != "cuda":
+        return 3
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def check_rows(x: torch.Tensor, width: int, what: str) -> int:
+    """Rows of a contiguous [R, width] tensor; a mismatch would read out of bounds.
+
+    Raises:
+        ValueError: another shape or stride.
+    """
+    if x.dim() != 2 or x.shape[1] != width or not x.is_contiguous():
+        raise ValueError(f"{what} must be contiguous [R, {width}], got {tuple(x.shape)}")
+    return x.shape[0]
+
+
+@triton.jit
+def product(a, b, acc):
+    """acc + a b with float32 sums, k ascending: tensor cores for bfloat16, fma for float32."""
+    if _INTERPRETED:  # its bfloat16 is an integer that its dot does not decode
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def pair_sum(x, LEVELS: tl.constexpr):
+    """Sum x [A, 2**LEVELS] over its last axis by neighbours: [A].
+
+    Level by level (x[0] + x[1]), (x[2] + x[3]), ... Zeros at the end change nothing.
+    """
+    for _ in tl.static_range(LEVELS):
+        x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
+    return tl.reshape(x, [x.shape[0]])
+
+
+@triton.jit
+def inverse_rms(square_sum, SIZE: tl.constexpr, eps):
+    """1 / sqrt(square_sum / SIZE + eps), every step correctly rounded."""
+    mean = tl.div_rn(square_sum, tl.full(square_sum.shape, SIZE, tl.float32))
+    root = tl.sqrt_rn(mean + eps)
+    return tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root)
+
+
+@triton.jit
+def scale_normed(x, inverse, weight, UNIT_OFFSET: tl.constexpr, DTYPE: tl.constexpr):
+    """x times inverse times weight, rounded to DTYPE where the contract says, as float32."""
+    y = x * inverse
+    if UNIT_OFFSET:
+        y = y * (1.0 + weight)
+    else:
+        y = y.to(DTYPE).to(tl.float32) * weight
+    return y.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def silu(x):
+    """x * sigmoid(x) of float32."""
+    return tl.div_rn(x, 1.0 + tl.exp(-x))
+
+
+@triton.jit
+def gelu_tanh(x):
+    """The tanh form of GELU (Hendrycks & Gimpel 2016) of float32."""
+    inner = 0.7978845608028654 * (x + 0.044715 * (x * x * x))
+    # tanh(y) = 1 - 2 / (exp(2 y) + 1), exact at both ends: exp overflows to inf.
+    tanh = 1.0 - tl.div_rn(tl.full(x.shape, 2.0, tl.float32), tl.exp(2.0 * inner) + 1.0)
+    return 0.5 * x * (1.0 + tanh)
+
+
+@triton.jit
+def gate(g, u, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
+    """act(g) * u from two float32 accumulators, rounded at each of the contract's casts."""
+    g = g.to(DTYPE).to(tl.float32)
+    u = u.to(DTYPE).to(tl.float32)
+    if ACTIVATION == 1:
+        a = silu(g)
+    else:
+        a = gelu_tanh(g)
+    return (a.to(DTYPE).to(tl.float32) * u).to(DTYPE)
