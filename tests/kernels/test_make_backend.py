@@ -78,22 +78,27 @@ def test_a_failing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_two_processes_build_at_once(tmp_path: Path) -> None:
+    (tmp_path / "one.cpp").write_text('#include "x.h"\nextern "C" int one() { return X; }\n')
+    (tmp_path / "two.cpp").write_text("#include <vector>\nstd::vector<int> two(3);\n")
+    (tmp_path / "x.h").write_text("#define X 1\n")
     program = (
-        "import os, sys; os.environ['LOCKSTEP_CACHE_DIR'] = sys.argv[1]\n"
+        "import ctypes, os, sys; from pathlib import Path\n"
+        "os.environ['LOCKSTEP_CACHE_DIR'] = sys.argv[1] + '/cache'\n"
         "from lockstep.kernels.cpu.build import build_library\n"
-        "print(build_library().path.stat().st_size)\n"
+        "print(ctypes.CDLL(str(build_library(Path(sys.argv[1])).path)).one())\n"
     )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
-    sizes = [process.communicate(timeout=100)[0].strip() for process in processes]
-    assert sizes[0] == sizes[1] != ""
-    assert [path.name for path in tmp_path.iterdir()] == [
-        path.name for path in tmp_path.glob("kernels-*.so")
-    ]
+
+    def build_twice() -> list[str]:
+        command = [sys.executable, "-c", program, str(tmp_path)]
+        processes = [
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)
+        ]
+        return [process.communicate(timeout=100)[0].strip() for process in processes]
+
+    assert build_twice() == ["1", "1"]
+    assert len(list((tmp_path / "cache").iterdir())) == 1  # one library, no leftovers
+    (tmp_path / "x.h").write_text("#define X 2\n")
+    assert build_twice() == ["2", "2"]  # a changed header is a new library
 
 
 def test_cache_folder_that_cannot_be_written(

@@ -122,8 +122,11 @@ def _compile(compiler: list[str], sources: list[Path], target: Path) -> None:
     )
 
 
-def build_library() -> Library:
+def build_library(folder: Path = _HERE) -> Library:
     """The compiled library of this machine, built if it is not in the cache yet.
+
+    Args:
+        folder: where the sources lie (*.cpp, *.h).
 
     Raises:
         NoCompilerError: without a C++ compiler.
@@ -136,21 +139,21 @@ def build_library() -> Library:
             "install one, or choose backend='torch'"
         )
     version = (_run([*compiler, "--version"]).stdout.splitlines() or ["unknown"])[0]
-    sources = sorted(_HERE.glob("*.cpp"))
+    sources = sorted(folder.glob("*.cpp"))
     digest = hashlib.sha256()
-    for file in [*sources, *sorted(_HERE.glob("*.h"))]:
+    for file in [*sources, *sorted(folder.glob("*.h"))]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     source_hash = digest.hexdigest()[:12]
     digest.update("\n".join([*_FLAGS, *compiler, version, _cpu_identity()]).encode())
-    folder = cache_dir()
-    target = folder / f"kernels-{digest.hexdigest()[:24]}.so"
+    cache = cache_dir()
+    target = cache / f"kernels-{digest.hexdigest()[:24]}.so"
     if not target.exists():
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            cache.mkdir(parents=True, exist_ok=True)
             _compile(compiler, sources, target)
         except OSError as error:
             raise ConfigError(
-                f"cannot write the compiled kernels to {folder} "
+                f"cannot write the compiled kernels to {cache} "
                 f"(LOCKSTEP_CACHE_DIR names another folder): {error}"
             ) from error
     return Library(path=target, compiler=version, sources=source_hash)

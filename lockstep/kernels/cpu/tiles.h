@@ -4,6 +4,9 @@
 // value of an element does not depend on the tile's height or on its neighbours.
 #pragma once
 
+#include <array>
+#include <utility>
+
 #include "vec.h"
 
 namespace lk {
@@ -44,9 +47,9 @@ struct VectorOf<uint32_t> {
 };
 
 // E is float (one k a step) or uint32_t (a bfloat16 pair a step). Strides in E.
+// FRESH tiles start at zero, others at what C holds.
 template <typename E, int ROWS, int VECS, bool FRESH>
-LK_INLINE void tile(const E* a, int64_t lda, const E* b, int64_t ldb, float* c, int64_t ldc,
-                    int64_t steps) {
+void tile(const E* a, int64_t lda, const E* b, int64_t ldb, float* c, int64_t ldc, int64_t steps) {
   using V = typename VectorOf<E>::type;
   F16 acc[ROWS][VECS];
 #pragma GCC unroll 16
@@ -71,17 +74,21 @@ LK_INLINE void tile(const E* a, int64_t lda, const E* b, int64_t ldb, float* c, 
     for (int j = 0; j < VECS; ++j) store(c + i * ldc + j * LANES, acc[i][j]);
 }
 
-// Any number of rows up to TILE_ROWS, by the tile of exactly that height.
-template <typename E, int VECS, bool FRESH, int ROWS = TILE_ROWS>
-LK_INLINE void tile_rows(int rows, const E* a, int64_t lda, const E* b, int64_t ldb, float* c,
-                         int64_t ldc, int64_t steps) {
-  if constexpr (ROWS > 1) {
-    if (rows < ROWS) {
-      tile_rows<E, VECS, FRESH, ROWS - 1>(rows, a, lda, b, ldb, c, ldc, steps);
-      return;
-    }
-  }
-  tile<E, ROWS, VECS, FRESH>(a, lda, b, ldb, c, ldc, steps);
+template <typename E>
+using Tile = void (*)(const E*, int64_t, const E*, int64_t, float*, int64_t, int64_t);
+
+template <typename E, int VECS, bool FRESH, size_t... I>
+constexpr std::array<Tile<E>, sizeof...(I)> tiles_of(std::index_sequence<I...>) {
+  return {{tile<E, int(I) + 1, VECS, FRESH>...}};
+}
+
+// Any number of rows from 1 to TILE_ROWS, by the tile of exactly that height.
+template <typename E, int VECS, bool FRESH>
+void tile_rows(int rows, const E* a, int64_t lda, const E* b, int64_t ldb, float* c, int64_t ldc,
+               int64_t steps) {
+  static constexpr auto kTiles =
+      tiles_of<E, VECS, FRESH>(std::make_index_sequence<size_t(TILE_ROWS)>());
+  kTiles[size_t(rows - 1)](a, lda, b, ldb, c, ldc, steps);
 }
 
 }  // namespace lk
