@@ -6,13 +6,16 @@ Where does my code go?
 - `tree.py`: the prefix tree over token ids. Knows nothing of pages.
 - `groups/`: one file a kind of component (full attention, sliding window, ...):
   where it can be reused, which pages a run writes, which it no longer reads.
-- `cache.py`: `PrefixCache` joins the three: match, open, grow, publish, trim, close,
-  eviction and the integrity check. The scheduler talks to this file only.
+- `cache.py`: `PrefixCache` joins the three: match, open, grow, publish, trim, close and
+  eviction. The scheduler talks to this file only.
+- `lease.py`: the records that pass between the two: `Match`, `Lease`, `StepJournal`.
+- `integrity.py`: the proof that every reference has exactly one known holder.
 
 A new kind of layer is one class in `groups/` and one line in its table.
 """
 
-from lockstep.cache.cache import CacheStats, Lease, Match, PrefixCache, StepJournal, Want
+from lockstep.cache.cache import CacheStats, PrefixCache
+from lockstep.cache.lease import Lease, Match, StepJournal, Want
 from lockstep.cache.tree import Identity
 
 __all__ = ["CacheStats", "Identity", "Lease", "Match", "PrefixCache", "StepJournal", "Want"]

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 from lockstep.cache.groups import CacheGroup
+from lockstep.cache.integrity import Books
+from lockstep.cache.lease import Lease, Match, StepJournal, Want
 from lockstep.cache.pool import PagePool, PoolError
 from lockstep.cache.tree import Identity, Key, Node, PrefixTree
 from lockstep.runner.plan import PageCopy
 
 MOST_LOOKED_AT = 256
 """Children of a node that a lookup considers for a page to copy when the nearest has none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """A group that a layer range needs, and the group's own identity ("" in the trunk)."""
-
-    group: int
-    own: str = ""
-
-
-@dataclass(slots=True)
-class Match:
-    """What a lookup found; holds no reference and is valid until the cache changes.
-
-    Attributes:
-        nodes, walked: as `PrefixTree.walk` returns them.
-        length: tokens usable now by every wanted group.
-        soon: tokens usable once the plan being prepared has run: a page that it still
-            fills can be read whole at once but not copied in part. At least `length`.
-    """
-
-    identity: Identity
-    wants: tuple[Want, ...]
-    nodes: list[Node]
-    walked: int
-    length: int
-    soon: int
 
 
 @dataclass(slots=True)
@@ -59,47 +34,6 @@ class CacheStats:
     matched: int = 0
     copies: int = 0
     evictions: int = 0
-
-
-class Lease:
-    """The pages that one live sequence holds: one reference per table entry that is not -1.
-
-    Made by `PrefixCache.open`, ended by `PrefixCache.close`; only the cache mutates it.
-    Every page is frozen (shared, or filled) except those from `published` on, which this
-    sequence alone writes, appending; what the tree names of such a page is already written.
-
-    Attributes:
-        tables: per group of the model, the page table (empty for a group not wanted).
-        published: full pages of this sequence that the tree knows.
-        covered: positions below this have pages.
-    """
-
-    __slots__ = ("covered", "first", "keys", "node", "published", "tables", "tail")
-
-    def __init__(self, num_groups: int, keys: tuple[Key, ...], node: Node) -> None:
-        self.tables: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
-        self.keys = keys
-        self.node = node  # deepest published node
-        self.published = 0
-        self.covered = 0
-        self.first = [0] * num_groups  # entries before this are -1
-        self.tail: Node | None = None  # the node of the page being filled, if published
-
-
-@dataclass(slots=True)
-class StepJournal:
-    """What a plan in preparation did to the cache, until `commit` or `rollback`.
-
-    Attributes:
-        adopted: components that the tree took over, whose pages the plan fills.
-        swaps: (lease, group, index, page): a second copy of a page that the tree
-            already has; the lease takes the tree's page when the step is done.
-        pins: (group, page): sources of copies.
-    """
-
-    adopted: list[tuple[Node, Key, int]] = field(default_factory=list)
-    swaps: list[tuple[Lease, int, int, int]] = field(default_factory=list)
-    pins: list[tuple[int, int]] = field(default_factory=list)
 
 
 class PrefixCache:
@@ -524,52 +458,10 @@ class PrefixCache:
         lease.node.pins -= 1
         lease.node = node
 
-    # --- proof -----------------------------------------------------------------------
-
     def check_integrity(self, leases: Iterable[Lease], journal: StepJournal | None = None) -> None:
         """Raise `PoolError` unless every reference has exactly one holder that is known.
 
         O(pool). Args: every live lease, and the journal of a plan that has not ended.
         """
-        self.pool.check_integrity()
-        held: Counter[tuple[int, int]] = Counter()
-        pins: Counter[int] = Counter()
-        for lease in leases:
-            pins[id(lease.node)] += 1
-            for index, table in enumerate(lease.tables):
-                held.update((index, page) for page in table if page >= 0)
-        if journal is not None:
-            held.update(journal.pins)
-            held.update((index, page) for _, index, _, page in journal.swaps)
-        live = Counter(held)
-        nodes = self.tree.nodes()
-        for node in nodes:
-            if node.pins != pins[id(node)]:
-                raise PoolError(f"a node has {node.pins} pins, {pins[id(node)]} leases stand there")
-            if not (node.components or node.children or node.pins):
-                raise PoolError("an empty node was left in the tree")
-            if sorted(node.children) != node.order:
-                raise PoolError("a node's children and their order differ")
-            for key, page in node.components.items():
-                held[(key[0], page)] += 1
-                if self._owner[key[0]].get(page) != (node, key):
-                    raise PoolError(f"page {page} of group {key[0]} has another owner in the books")
-        if sum(len(owner) for owner in self._owner) != sum(len(n.components) for n in nodes):
-            raise PoolError("the books name components that the tree does not hold")
-        for index, refs in enumerate(self.pool.refs):
-            for page, count in enumerate(refs):
-                if count != held[(index, page)]:
-                    raise PoolError(
-                        f"page {page} of group {index}: {count} references, "
-                        f"{held[(index, page)]} holders"
-                    )
-        idle = {
-            (index, page)
-            for index, owner in enumerate(self._owner)
-            for page in owner
-            if not live[(index, page)]
-        }
-        if idle != set(self._idle):
-            raise PoolError("the eviction order does not name exactly the idle components")
-        if self._idle_pages != [sum(1 for i, _ in idle if i == g) for g in range(len(self.groups))]:
-            raise PoolError("idle page counts are wrong")
+        books = Books(self.pool, self.tree, self._owner, self._idle, self._idle_pages)
+        books.check(leases, journal)

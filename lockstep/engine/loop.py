@@ -36,7 +36,7 @@ class Engine:
     ) -> None:
         if scheduler_config.max_context > executor.max_context:
             raise ConfigError(
-                f"max_context ({scheduler_config.max_context}) exceeds the model's "
+                f"max_context ({scheduler_config.max_context}) exceeds what model and pool hold "
                 f"({executor.max_context})"
             )
         self._executor: Executor | None = executor

@@ -285,9 +285,12 @@ class Scheduler:
         begun.sort(key=lambda s: (s.rank[0], s.attained, s.number))
         queue = self._admissible(list(self.waiting))
         newcomer = next(queue, None)
+        looks = self.config.max_sequences  # lookups in vain, so that a long queue costs little
         while draft.budget > 0 and (begun or newcomer is not None):
             if newcomer is not None and (not begun or newcomer.rank[0] <= begun[0].rank[0]):
-                blocked = self._admit(newcomer, draft, limit) is _Admission.BLOCKED
+                outcome = self._admit(newcomer, draft, limit)
+                looks -= outcome is _Admission.SKIPPED
+                blocked = outcome is _Admission.BLOCKED or looks == 0
                 newcomer = None if blocked else next(queue, None)
             else:
                 sequence = begun.pop(0)
