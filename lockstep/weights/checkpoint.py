@@ -64,8 +64,8 @@ class Checkpoint(ABC):
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor's values on the CPU.
 
-        GGUF: float32, whatever the stored type. safetensors: as stored. The result is the
-        caller's own: writing to it changes no file and no other result.
+        GGUF: float32, whatever the stored type, newly made. safetensors: as stored, and
+        possibly a view of the mapped file, which callers do not write to.
 
         Raises:
             ModelError: no such tensor, or its bytes cannot be read.

@@ -122,7 +122,7 @@ class GGUFCheckpoint(Checkpoint):
             )
         ids = {
             key: metadata.get(f"tokenizer.ggml.{key}_token_id")
-            for key in ("bos", "eos", "unknown", "padding")
+            for key in ("bos", "eos", "eot", "eom", "unknown", "padding")
         }
         for key, token in ids.items():
             if token is not None and not (isinstance(token, int) and 0 <= token < len(tokens)):
