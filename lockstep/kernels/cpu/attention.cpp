@@ -15,6 +15,8 @@ namespace {
 constexpr int64_t BLOCK = 32;
 // Query rows times heads that share one load of a block.
 constexpr int64_t UNIT_ROWS = 48;
+// Up to so many, values are read where they lie instead of being converted once.
+constexpr int64_t FEW_ROWS = 4;
 
 template <typename T>
 struct KeyStep;
@@ -49,9 +51,11 @@ struct Unit {
 // Scratch of one unit, carved out of the thread's own memory.
 struct Work {
   float *keys, *values, *scores, *acc, *m, *l, *total_acc, *total_m, *total_l, *query;
+  int32_t *low, *high;  // row r sees positions [low[r], high[r]); both grow with r
+  const void* value_rows[BLOCK];
 
   static size_t floats(int64_t rows, int64_t e) {
-    return size_t(2 * BLOCK * e + rows * (BLOCK + 3 * e) + 4 * (rows + LANES) + 8 * LANES);
+    return size_t(2 * BLOCK * e + rows * (BLOCK + 3 * e) + 6 * (rows + LANES) + 8 * LANES);
   }
   Work(float* base, int64_t rows, int64_t e) {
     auto take = [&](int64_t n) {
@@ -69,31 +73,53 @@ struct Work {
     l = take(rows);
     total_m = take(rows);
     total_l = take(rows);
+    low = reinterpret_cast<int32_t*>(take(rows));
+    high = reinterpret_cast<int32_t*>(take(rows));
   }
 };
 
-// Keys [begin, end) of the block that starts at position `start`, as [step][BLOCK],
-// and their values as float32 [BLOCK][E]; everything else reads as zero.
-template <typename T>
-void load_block(const Launch<T>& a, const Unit& u, int64_t start, int64_t begin, int64_t end,
-                Work& w) {
-  using E = typename KeyStep<T>::type;
-  constexpr int64_t W = sizeof(E) / sizeof(T);
-  const int64_t e = a.head_dim, steps = e / W, tokens = a.page_tokens;
-  E* keys = reinterpret_cast<E*>(w.keys);
-  if (begin > start || end < start + BLOCK) {
-    std::memset(keys, 0, sizeof(E) * size_t(steps * BLOCK));
-    std::memset(w.values, 0, sizeof(float) * size_t(BLOCK * e));
-  }
+LK_INLINE void prefetch(const void* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64)
+    __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+}
+
+// Calls use(column, count, keys, values) for every stretch of one page in positions
+// [begin, end); column counts from `start`. Absent pages are left out.
+template <typename T, typename F>
+LK_INLINE void each_page(const Launch<T>& a, const Unit& u, int64_t start, int64_t begin,
+                         int64_t end, F&& use) {
+  const int64_t e = a.head_dim, tokens = a.page_tokens;
   const int32_t* table = a.page_table + u.run * a.table_width;
   for (int64_t p = begin; p < end;) {
     const int64_t entry = p / tokens, at = p % tokens, n = std::min(tokens - at, end - p);
     const int64_t page = entry < a.table_width ? table[entry] : -1;
-    const int64_t column = p - start;
+    if (page >= 0 && page < a.pages) {
+      const int64_t base = page * a.page_stride + u.head * tokens * e;
+      using E = typename KeyStep<T>::type;
+      use(p - start, n, reinterpret_cast<const E*>(a.k + base) + at, a.v + base + at * e);
+    }
     p += n;
-    if (page < 0 || page >= a.pages) continue;
-    const int64_t base = page * a.page_stride + u.head * tokens * e;
-    const E* from = reinterpret_cast<const E*>(a.k + base) + at;
+  }
+}
+
+// Keys [begin, end) of the block that starts at position `start`, as [step][BLOCK],
+// and their values: converted to float32 [BLOCK][E], or for few rows by address.
+// Everything else reads as zero.
+template <typename T>
+void load_block(const Launch<T>& a, const Unit& u, int64_t start, int64_t begin, int64_t end,
+                bool few, Work& w) {
+  using E = typename KeyStep<T>::type;
+  constexpr int64_t W = sizeof(E) / sizeof(T);
+  const int64_t e = a.head_dim, steps = e / W, tokens = a.page_tokens;
+  E* keys = reinterpret_cast<E*>(w.keys);
+  static const T kZeros[1024] = {};
+  if (begin > start || end < start + BLOCK)
+    std::memset(keys, 0, sizeof(E) * size_t(steps * BLOCK));
+  if (few)
+    std::fill(w.value_rows, w.value_rows + BLOCK, static_cast<const void*>(kZeros));
+  else if (begin > start || end < start + BLOCK)
+    std::memset(w.values, 0, sizeof(float) * size_t(BLOCK * e));
+  each_page(a, u, start, begin, end, [&](int64_t column, int64_t n, const E* from, const T* v) {
     if (n == LANES) {
       for (int64_t s = 0; s < steps; ++s)
         store_as(keys + s * BLOCK + column, load_as<U16>(from + s * tokens));
@@ -101,9 +127,11 @@ void load_block(const Launch<T>& a, const Unit& u, int64_t start, int64_t begin,
       for (int64_t s = 0; s < steps; ++s)
         std::memcpy(keys + s * BLOCK + column, from + s * tokens, sizeof(E) * size_t(n));
     }
-    const T* values = a.v + base + at * e;
-    for (int64_t i = 0; i < n * e; i += LANES) store(w.values + column * e + i, load(values + i));
-  }
+    if (few)
+      for (int64_t i = 0; i < n; ++i) w.value_rows[column + i] = v + i * e;
+    else
+      for (int64_t i = 0; i < n * e; i += LANES) store(w.values + column * e + i, load(v + i));
+  });
 }
 
 // One row's step of the online softmax: scores become probabilities in place.
@@ -145,6 +173,52 @@ LK_INLINE void weigh(int rows, const float* p, const float* values, float* acc, 
                                high - low);
 }
 
+// The same sums for few rows, from values where they lie.
+template <typename T, int ROWS, int VECS>
+LK_INLINE void weigh_chunk(const float* p, const void* const* values, float* acc, int64_t e,
+                           int64_t low, int64_t high) {
+  F16 sum[ROWS][VECS];
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < VECS; ++j) sum[i][j] = load(acc + i * e + j * LANES);
+  for (int64_t key = low; key < high; ++key) {
+    F16 v[VECS];
+    for (int j = 0; j < VECS; ++j) v[j] = load(static_cast<const T*>(values[key]) + j * LANES);
+    for (int i = 0; i < ROWS; ++i)
+      for (int j = 0; j < VECS; ++j) sum[i][j] = fma(splat(p[i * BLOCK + key]), v[j], sum[i][j]);
+  }
+  for (int i = 0; i < ROWS; ++i)
+    for (int j = 0; j < VECS; ++j) store(acc + i * e + j * LANES, sum[i][j]);
+}
+
+template <typename T, int ROWS>
+void weigh_in_place(const float* p, const void* const* values, float* acc, int64_t e, int64_t low,
+                    int64_t high) {
+  constexpr int VECS = 2 * PANEL_VECS;
+  const void* shifted[BLOCK];
+  for (int64_t i = 0; i < e;) {
+    for (int64_t key = low; key < high; ++key)
+      shifted[key] = static_cast<const T*>(values[key]) + i;
+    if (i + VECS * LANES <= e) {
+      weigh_chunk<T, ROWS, VECS>(p, shifted, acc + i, e, low, high);
+      i += VECS * LANES;
+    } else {
+      weigh_chunk<T, ROWS, 1>(p, shifted, acc + i, e, low, high);
+      i += LANES;
+    }
+  }
+}
+
+template <typename T>
+void weigh_few(int rows, const float* p, const void* const* values, float* acc, int64_t e,
+               int64_t low, int64_t high) {
+  switch (rows) {
+    case 1: return weigh_in_place<T, 1>(p, values, acc, e, low, high);
+    case 2: return weigh_in_place<T, 2>(p, values, acc, e, low, high);
+    case 3: return weigh_in_place<T, 3>(p, values, acc, e, low, high);
+    default: return weigh_in_place<T, 4>(p, values, acc, e, low, high);
+  }
+}
+
 // Adds a finished segment to the total: exact copy for a row's first segment.
 void merge(Work& w, int64_t row, int64_t e, bool first) {
   float* total = w.total_acc + row * e;
@@ -163,10 +237,50 @@ void merge(Work& w, int64_t row, int64_t e, bool first) {
     store(total + i, fma(load(total + i), splat(a), load(part + i) * b));
 }
 
+// One block's keys and values into the running softmax of every row that sees some of them.
+template <typename T>
+void add_block(const Launch<T>& a, const Unit& u, int64_t k0, int64_t rows, bool few,
+               const T* query, Work& w) {
+  using E = typename KeyStep<T>::type;
+  const int64_t e = a.head_dim, steps = e * int64_t(sizeof(T)) / int64_t(sizeof(E));
+  const int64_t begin = w.low[0], end = w.high[rows - 1];
+  load_block(a, u, k0, std::max(k0, begin), std::min(k0 + BLOCK, end), few, w);
+  if (few)  // the next block's lines are on their way while this one is computed
+    each_page(a, u, k0, k0 + BLOCK, std::min(k0 + 2 * BLOCK, end),
+              [&](int64_t, int64_t n, const E* keys, const T* values) {
+                if (n == a.page_tokens) prefetch(keys, n * e * int64_t(sizeof(T)));
+                prefetch(values, n * e * int64_t(sizeof(T)));
+              });
+  int64_t from = 0, to = rows;
+  while (from < rows && w.high[from] <= k0) ++from;
+  while (to > from && w.low[to - 1] >= k0 + BLOCK) --to;
+  const E* keys = reinterpret_cast<const E*>(w.keys);
+  for (int64_t r = from; r < to; r += TILE_ROWS)
+    for (int64_t j = 0; j < BLOCK; j += PANEL)
+      tile_rows<E, PANEL_VECS, true>(int(std::min<int64_t>(TILE_ROWS, to - r)),
+                                     reinterpret_cast<const E*>(query) + r * steps, steps,
+                                     keys + j, BLOCK, w.scores + r * BLOCK + j, BLOCK, steps);
+  for (int64_t r = from; r < to; ++r)
+    soften(w.scores + r * BLOCK, w.low[r] - k0, w.high[r] - k0, a.scale, w.m + r, w.l + r,
+           w.acc + r * e, e);
+  const int64_t most = few ? FEW_ROWS : TILE_ROWS;
+  for (int64_t r = from; r < to;) {  // rows that see the same keys go together
+    const int64_t left = std::max<int64_t>(0, w.low[r] - k0);
+    const int64_t right = std::min<int64_t>(BLOCK, w.high[r] - k0);
+    int64_t n = 1;
+    while (n < most && r + n < to && std::max<int64_t>(0, w.low[r + n] - k0) == left &&
+           std::min<int64_t>(BLOCK, w.high[r + n] - k0) == right)
+      ++n;
+    if (few)
+      weigh_few<T>(int(n), w.scores + r * BLOCK, w.value_rows, w.acc + r * e, e, left, right);
+    else
+      weigh(int(n), w.scores + r * BLOCK, w.values, w.acc + r * e, e, left, right);
+    r += n;
+  }
+}
+
 template <typename T>
 void run_unit(const Launch<T>& a, const Unit& u) {
-  using E = typename KeyStep<T>::type;
-  constexpr int64_t W = sizeof(E) / sizeof(T);
   const int64_t e = a.head_dim, group = a.q_heads / a.kv_heads;
   const int64_t rows = (u.last - u.first) * group;
   Work w(static_cast<float*>(scratch(sizeof(float) * Work::floats(rows, e))), rows, e);
@@ -177,12 +291,12 @@ void run_unit(const Launch<T>& a, const Unit& u) {
     std::memcpy(query + (i - u.first) * group * e,
                 a.q + ((row0 + i) * a.q_heads + u.head * group) * e, sizeof(T) * size_t(group * e));
 
-  // Row r of the unit sees positions [low(r), high(r)); both grow with r.
-  auto high = [&](int64_t r) { return place + u.first + r / group + 1; };
-  auto low = [&](int64_t r) {
-    return a.window > 0 ? std::max<int64_t>(0, high(r) - a.window) : int64_t(0);
-  };
-  const int64_t begin = low(0), end = high(rows - 1);
+  for (int64_t r = 0; r < rows; ++r) {
+    w.high[r] = int32_t(place + u.first + r / group + 1);
+    w.low[r] = a.window > 0 ? int32_t(std::max<int64_t>(0, w.high[r] - a.window)) : 0;
+  }
+  const bool few = rows <= FEW_ROWS;
+  const int64_t begin = w.low[0], end = w.high[rows - 1];
   for (int64_t segment = begin / a.segment * a.segment; segment < end; segment += a.segment) {
     const int64_t segment_end = std::min(segment + a.segment, end);
     for (int64_t r = 0; r < rows; ++r) {
@@ -190,34 +304,11 @@ void run_unit(const Launch<T>& a, const Unit& u) {
       w.l[r] = 0.0f;
     }
     std::memset(w.acc, 0, sizeof(float) * size_t(rows * e));
-    for (int64_t k0 = std::max(segment, begin / BLOCK * BLOCK); k0 < segment_end; k0 += BLOCK) {
-      load_block(a, u, k0, std::max(k0, begin), std::min(k0 + BLOCK, end), w);
-      int64_t from = 0, to = rows;
-      while (from < rows && high(from) <= k0) ++from;
-      while (to > from && low(to - 1) >= k0 + BLOCK) --to;
-      const E* keys = reinterpret_cast<const E*>(w.keys);
-      for (int64_t r = from; r < to; r += TILE_ROWS)
-        for (int64_t j = 0; j < BLOCK; j += PANEL)
-          tile_rows<E, PANEL_VECS, true>(int(std::min<int64_t>(TILE_ROWS, to - r)),
-                                         reinterpret_cast<const E*>(query) + r * (e / W), e / W,
-                                         keys + j, BLOCK, w.scores + r * BLOCK + j, BLOCK, e / W);
-      for (int64_t r = from; r < to; ++r)
-        soften(w.scores + r * BLOCK, low(r) - k0, high(r) - k0, a.scale, w.m + r, w.l + r,
-               w.acc + r * e, e);
-      for (int64_t r = from; r < to;) {
-        const int64_t left = std::max<int64_t>(0, low(r) - k0);
-        const int64_t right = std::min(BLOCK, high(r) - k0);
-        int64_t n = 1;
-        while (n < TILE_ROWS && r + n < to && std::max<int64_t>(0, low(r + n) - k0) == left &&
-               std::min(BLOCK, high(r + n) - k0) == right)
-          ++n;
-        weigh(int(n), w.scores + r * BLOCK, w.values, w.acc + r * e, e, left, right);
-        r += n;
-      }
-    }
+    for (int64_t k0 = std::max(segment, begin / BLOCK * BLOCK); k0 < segment_end; k0 += BLOCK)
+      add_block(a, u, k0, rows, few, query, w);
     for (int64_t r = 0; r < rows; ++r)
-      if (low(r) < segment_end && high(r) > segment)
-        merge(w, r, e, low(r) / a.segment * a.segment == segment);
+      if (w.low[r] < segment_end && w.high[r] > segment)
+        merge(w, r, e, w.low[r] / a.segment * a.segment == segment);
   }
   for (int64_t r = 0; r < rows; ++r) {
     T* out = a.out + ((row0 + u.first + r / group) * a.q_heads + u.head * group + r % group) * e;
