@@ -2,9 +2,9 @@
 
 Prints microseconds per step of `schedule()` and `complete()`, for decoding batches of
 several sizes and contexts (nothing may grow with the context), for one and two cache
-groups, and for a queue that waits behind a full pool. The limit beside them is the
-decode step of SmolLM2 on two CPU threads, about 10 ms at batch 1, and of an 8B model
-on one H200, 3.56 ms: overhead above a few percent of that would show.
+groups, for a queue that waits behind a full pool, and for a crowd with one prefix.
+The limit beside them is the decode step of an 8B model on one H200, 3.56 ms (SmolLM2's
+on two CPU threads takes more): what the device waits for.
 
     python bench/scheduler.py
 """
@@ -73,6 +73,29 @@ def row(name: str, groups: tuple[LayerGroup, ...], batch: int, context: int, que
     )
 
 
+def crowd(count: int, prefix: int) -> None:
+    """Many requests with one prefix at once: the costliest single step, and what was computed."""
+    scheduler = build((FULL,), 64 * (prefix + 200) // 16)
+    for number in range(count):
+        prompt = (*(i * 31 % 49152 for i in range(prefix)), *range(number, number + 20))
+        scheduler.add(Request(f"r{number}", prompt, SamplingParams(max_tokens=4)), prefix + 24)
+    worst = total = 0.0
+    while scheduler.has_work:
+        begin = time.perf_counter()
+        plan = scheduler.schedule()
+        took = time.perf_counter() - begin
+        worst, total = max(worst, took), total + took
+        assert plan is not None
+        scheduler.complete(plan, answer(plan))
+    stats = scheduler.stats()
+    prompts = stats.computed_tokens - 3 * count
+    print(
+        f"{count} requests, prefix {prefix} + 20 own: prompt tokens {prompts} "
+        f"(ideal {prefix + 20 * count}), schedule worst {worst * 1e3:.1f} ms, "
+        f"mean {total / stats.steps * 1e6:.0f} us over {stats.steps} steps"
+    )
+
+
 def main() -> None:
     print(
         f"{'groups':<18}{'batch':>6}{'context':>9}{'queue':>8}{'schedule us':>13}"
@@ -84,6 +107,8 @@ def main() -> None:
     row("full + sliding", (FULL, SLIDING), 64, 200, 0)
     row("full + sliding", (FULL, SLIDING), 64, 8000, 0)
     row("full, queue", (FULL,), 64, 200, 1000)
+    crowd(32, 1000)
+    crowd(1000, 1000)
 
 
 if __name__ == "__main__":
