@@ -11,14 +11,13 @@ import time
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from lockstep.config import ConfigError
 from lockstep.engine.client import EngineStartError, EngineState, EngineUnavailable
 from lockstep.llm import GenerationError
 from lockstep.types import FinishReason, ModelError, RequestError, SamplingParams
-from tests.server.support import ServerThread, fake_client, fake_llm, wait_until
+from tests.server.support import ServerThread, alive, fake_client, fake_llm, wait_until
 
 TOKENS = SamplingParams(max_tokens=40)
 WORDS = "one two three four five six seven eight nine ten " * 4
@@ -70,7 +69,7 @@ async def test_private_directory_and_no_leftovers() -> None:
     assert pid is not None
     await client.close()
     assert not folder.exists()
-    assert not psutil.pid_exists(pid)
+    assert not alive(pid)
 
 
 async def test_the_engine_ignores_ctrl_c_and_has_a_name() -> None:
@@ -192,11 +191,11 @@ def test_a_parent_that_is_killed_leaves_no_orphan(repository: Path) -> None:
     )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
-    assert psutil.pid_exists(child)
+    assert alive(child)
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    wait_until(lambda: not psutil.pid_exists(child), 5.0)
+    wait_until(lambda: not alive(child), 5.0)
 
 
 def test_the_server_says_503_while_the_engine_is_away() -> None:
