@@ -133,12 +133,15 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         **kwargs: Any,
     ) -> str:
         """The prompt text; see `Tokenizer.render_chat`."""
+        if tools is not None and not isinstance(tools, list | tuple):
+            raise RequestError(f"tools must be a list, got {tools!r}", field="tools")
         variables = {
             **self._variables,
             **kwargs,

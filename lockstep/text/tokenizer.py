@@ -211,6 +211,7 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -223,7 +224,7 @@ class Tokenizer:
                 `{"type": "text", "text": ...}` parts.
             tools: JSON schemas of callable functions, handed to the template.
             add_generation_prompt: end with the opening of the assistant's turn.
-            kwargs: further variables for the template.
+            kwargs: further variables for the template; those above win over them.
 
         Raises:
             RequestError: no chat template, malformed messages, or the template's own
@@ -242,6 +243,7 @@ class Tokenizer:
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,

@@ -170,10 +170,16 @@ def test_absent_content_reads_as_empty() -> None:
     assert text.endswith("[]")
 
 
-def test_a_client_cannot_replace_the_messages() -> None:
-    template = ChatTemplate("{{ messages | length }}{{ bos_token }}", {"bos_token": "<bos>"})
-    kwargs: dict[str, Any] = {"tools": None, "add_generation_prompt": True}
-    assert template.render([USER], **kwargs) == "1<bos>"
+def test_a_client_cannot_replace_the_messages(smollm2: Tokenizer) -> None:
+    arguments: dict[str, Any] = {"messages": [], "self": 1, "raise_exception": None}
+    assert smollm2.render_chat([USER], **arguments) == smollm2.render_chat([USER])
+    assert smollm2.encode_chat([USER], **arguments) == smollm2.encode_chat([USER])
+
+
+@pytest.mark.parametrize("tools", [3, "tool", {"type": "function"}])
+def test_tools_must_be_a_list(smollm2: Tokenizer, tools: Any) -> None:
+    with pytest.raises(RequestError, match="tools must be a list"):
+        smollm2.render_chat([USER], tools=tools)
 
 
 def test_no_template_is_a_request_error(gemma: Tokenizer) -> None:
