@@ -236,10 +236,10 @@ def compare(console: Console, crowd: list[Answer], alone: list[Answer]) -> bool:
     """Print the comparison of two series; True when every bit agrees."""
     table = Table(box=None, pad_edge=False)
     table.add_column("guest asks", no_wrap=True, style="cyan")
-    table.add_column("drawn", style="dim")
-    table.add_column("last logprob in the crowd", justify="right")
-    table.add_column("and alone", justify="right")
-    table.add_column("from cache", justify="right", style="green")
+    table.add_column("drawn", style="dim", no_wrap=True)
+    table.add_column("in the crowd", justify="right")
+    table.add_column("alone", justify="right")
+    table.add_column("cached", justify="right", style="green")
     table.add_column("all bits")
     for index, (one, other) in enumerate(zip(crowd, alone, strict=True)):
         same = one.bits() == other.bits() and bool(one.tokens)
@@ -280,7 +280,7 @@ def run_control(console: Console, model: str, threads: int, prompts: list[list[i
             f"  {result['logprobs_differ']} of {result['logprobs']} logprobs have other bits alone "
             f"than in the crowd, by up to {result['largest']:.2g}; "
             f"{result['answers_differ']} of {result['answers']} answers have other bits, "
-            f"{result['texts_differ']} have other words",
+            f"{result['texts_differ']} have other words already",
             style="bold yellow",
         )
         console.print("  (this is what the check above would show if the engine let it happen)")
@@ -302,6 +302,11 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
 
     console.print(Panel(f"Lockstep · {options.model} · {threads} CPU threads", expand=False))
+    if options.model == "smollm2":
+        console.print(
+            "SmolLM2 has 135 million parameters: quick, charming, and often wrong about facts.\n",
+            style="dim",
+        )
     server = Server(options.model, threads)
     try:
         began = time.monotonic()
@@ -321,8 +326,8 @@ def main() -> int:
             console.print(f"{errors[0]}\n{server.log()[-2000:]}", style="red")
             return 1
         console.print(
-            "\n[bold]3. Each asks again, alone[/], now on a warm cache: batch of 1 against batch "
-            "of 12\n"
+            "\n[bold]3. Each asks again, alone[/], now on a warm cache. Shown are the bits of the "
+            "last logprob; compared are all\n"
         )
         alone = [Answer(question) for question in QUESTIONS]
         with console.status("asking one by one"):
