@@ -112,7 +112,6 @@ class Scheduler:
         self.config = config
         self.layers = layers
         self.model = model
-        self.wants = cache.wants(layers)
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank
         self.requests: dict[str, list[Sequence]] = {}  # live ones
@@ -130,7 +129,15 @@ class Scheduler:
         identity = Identity(self.model, request.salt, scope=scope)
         sequences = []
         for choice in range(request.sampling.n):
-            sequence = Sequence(self._next_number, request, choice, identity, max_len)
+            sequence = Sequence(
+                self._next_number,
+                request,
+                choice,
+                identity=identity,
+                layers=self.layers,
+                wants=self.cache.wants(self.layers),
+                max_len=max_len,
+            )
             self._next_number += 1
             insort(self.waiting, sequence, key=_by_rank)
             sequences.append(sequence)
@@ -253,7 +260,7 @@ class Scheduler:
             return
         while self.running and self.running[-1].rank[0] > candidate.rank[0]:
             match = self.cache.match(
-                candidate.identity, candidate.tokens, candidate.reusable_limit, self.wants
+                candidate.identity, candidate.tokens, candidate.reusable_limit, candidate.wants
             )
             if len(self.running) < self.config.max_sequences and self._has_room(candidate, match):
                 return
@@ -331,7 +338,7 @@ class Scheduler:
                 start,
                 sequence.tokens[start:end],
                 lease.tables,
-                self.layers,
+                sequence.layers,
                 None,
                 rows,
                 targets,
@@ -403,7 +410,7 @@ class Scheduler:
         if self._alone not in (None, sequence) or len(self.running) >= self.config.max_sequences:
             return _Admission.BLOCKED
         match = self.cache.match(
-            sequence.identity, sequence.tokens, sequence.reusable_limit, self.wants
+            sequence.identity, sequence.tokens, sequence.reusable_limit, sequence.wants
         )
         if self._should_wait(sequence, match):
             return _Admission.SKIPPED
@@ -427,7 +434,7 @@ class Scheduler:
         """Whether its tokens so far fit beside what the running ones still need for theirs,
         with a page to spare for the growth of each."""
         needs = self.cache.demand(match, len(sequence.tokens))
-        for want in self.wants:
+        for want in sequence.wants:
             needs[want.group] += len(self.running)
         for other in self.running:
             if other.remaining > 1 and other.lease is not None:
@@ -450,7 +457,7 @@ class Scheduler:
             lease = other.lease
             if lease is None or lease.node is not frontier or other.remaining == 0:
                 continue
-            if other.rank[0] > sequence.rank[0]:
+            if other.rank[0] > sequence.rank[0] or not set(sequence.wants) <= set(other.wants):
                 continue
             same = known + common_prefix(other.tokens[known:], sequence.tokens[known:])
             until = min(same, sequence.reusable_limit)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from lockstep.cache import Identity, Lease
+from lockstep.cache import Identity, Lease, Want
 from lockstep.runner.plan import SampleSpec
 from lockstep.types import FinishReason, Request, TokenLogprob
 
@@ -27,6 +27,8 @@ class Sequence:
 
     Attributes:
         number: unique for the engine's life. choice: index in [0, n).
+        layers: half-open range of layers that its rows pass through; wants: the cache
+            groups that these need.
         rank: (priority, number): the smaller, the more important.
         tokens: prompt and output ids so far. prompt_len: how many are prompt.
         computed: positions below it have keys and values, or get them in the plan
@@ -46,6 +48,7 @@ class Sequence:
         "choice",
         "computed",
         "identity",
+        "layers",
         "lease",
         "max_len",
         "number",
@@ -58,15 +61,26 @@ class Sequence:
         "tokens",
         "waits_for",
         "waits_until",
+        "wants",
     )
 
     def __init__(
-        self, number: int, request: Request, choice: int, identity: Identity, max_len: int
+        self,
+        number: int,
+        request: Request,
+        choice: int,
+        *,
+        identity: Identity,
+        layers: tuple[int, int],
+        wants: tuple[Want, ...],
+        max_len: int,
     ) -> None:
         self.number = number
         self.request = request
         self.choice = choice
         self.identity = identity
+        self.layers = layers
+        self.wants = wants
         self.rank = (request.priority, number)
         self.tokens = list(request.prompt)
         self.prompt_len = len(request.prompt)
