@@ -7,6 +7,7 @@ place the same tokens on other pages, in other chunks, in other company.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -58,11 +59,10 @@ class Probe:
         pages: Pages,
         *,
         logits: int | None = None,
-        sequence: int = 0,
     ) -> TokenRun:
         """A trunk run; by default all of its rows want logits."""
         return TokenRun(
-            sequence,
+            0,
             start,
             tuple(tokens),
             pages,
@@ -108,28 +108,31 @@ class Probe:
             rows.append(self.step(*company[:half], run, *company[half:])[half])
         return torch.cat(rows)
 
-    def generate(self, prompt: Sequence[int], count: int, stop: Sequence[int] = ()) -> list[int]:
-        """Greedy continuation of a prompt, through `Runner.execute`."""
-        history, start = list(prompt), 0
-        pages = self.pages(len(prompt) + count)
+    def generate(
+        self, prompts: Sequence[Sequence[int]], count: int, stop: Sequence[int] = ()
+    ) -> list[list[int]]:
+        """Greedy continuations of all prompts together, through `Runner.execute`."""
         params = SamplingParams(temperature=0.0, max_tokens=None)
-        self._step += 1
-        sequence = self._step
+        histories = [list(prompt) for prompt in prompts]
+        pages = [self.pages(len(prompt) + count) for prompt in prompts]
+        starts = [0] * len(prompts)
+        going = list(range(len(prompts)))
         for position in range(count):
-            spec = SampleSpec(params, 0, 0, position, history, len(prompt))
-            run = TokenRun(
-                sequence,
-                start,
-                tuple(history[start:]),
-                pages,
-                (0, self.runner.num_layers),
-                logits=1,
-                sample=spec,
-            )
-            start = len(history)
+            runs = []
+            for index in going:
+                history = histories[index]
+                spec = SampleSpec(params, 0, 0, position, history, len(prompts[index]))
+                run = self.run(history[starts[index] :], starts[index], pages[index], logits=1)
+                runs.append(replace(run, sequence=index, sample=spec))
+                starts[index] = len(history)
             self._step += 1
-            token = self.runner.execute(Plan(self._step, (run,))).runs[0].token
-            if token is None or token in stop:
+            results = self.runner.execute(Plan(self._step, tuple(runs))).runs
+            drawn = dict(zip(going, results, strict=True))
+            going = []
+            for index, result in drawn.items():
+                if result.token is not None and result.token not in stop:
+                    histories[index].append(result.token)
+                    going.append(index)
+            if not going:
                 break
-            history.append(token)
-        return history[len(prompt) :]
+        return [h[len(prompt) :] for h, prompt in zip(histories, prompts, strict=True)]
