@@ -8,7 +8,8 @@ The policy, in the order in which a step is filled:
 2. Sequences that decode take one token each, by importance.
 3. What is left of the budget goes to prompts: of equal priority, the ones that have had
    the fewest tokens since admission first (a new short prompt overtakes a long one), each
-   at most `max_chunk_tokens` while others compete. Waiting sequences are admitted here.
+   at most `max_chunk_tokens` while others compete. The most important one begun is served
+   before them, so newcomers cannot starve it. Waiting sequences are admitted here.
 
 When pages run out the least important sequence that is not yet in the plan is preempted:
 its pages go back (the tree keeps what it can) and it is computed again later. If none is
@@ -289,6 +290,9 @@ class Scheduler:
     def _plan_prompts(self, draft: _Draft) -> None:
         limit = self._chunk_limit()
         begun = [s for s in self.running if s.remaining > 1 and s.planned != draft.step]
+        if begun and all(len(run.tokens) == 1 for run in draft.runs):
+            # The oldest prompt has its chunk in every step; here the head was not one.
+            self._advance(begun.pop(0), draft, limit)
         begun.sort(key=lambda s: (s.rank[0], s.attained, s.number))
         queue = self._admissible(list(self.waiting))
         newcomer = next(queue, None)

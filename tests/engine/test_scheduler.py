@@ -60,6 +60,20 @@ def test_a_long_prompt_does_not_starve_short_ones() -> None:
     assert done["long"] <= 4001 // 128 + 3
 
 
+def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
+    executor = FakeExecutor(max_context=8192, num_slabs=1024)
+    target = engine(executor, max_step_tokens=256, max_chunk_tokens=128)
+    target.submit(request("writer", [1], 2000))  # older than all, and never a prompt
+    target.step()
+    target.submit(request("long", [i % 1000 for i in range(4000)], 1))
+    for step in range(4000 // 112 + 3):
+        for place in range(2):
+            target.submit(request(f"s{step}.{place}", [step, place, *[7] * 200], 1))
+        if any(output.request == "long" for output in target.step()):
+            return
+    pytest.fail("the long prompt was starved")
+
+
 def test_equal_priorities_start_in_order_of_arrival_and_lower_ones_first() -> None:
     executor = FakeExecutor()
     target = engine(executor, max_sequences=1)
