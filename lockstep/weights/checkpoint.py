@@ -83,10 +83,18 @@ class Checkpoint(ABC):
 def open_checkpoint(name: str) -> Checkpoint:
     """Opens a model by path, packaged name or hub id; see `sources.locate`.
 
+    A folder is a Hugging Face folder, or holds one GGUF file and no config.json.
+
     Raises:
         ModelError: nothing there, or files that cannot be a model; names the file.
     """
     path = locate(name)
+    if path.is_dir() and not (path / "config.json").exists():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
+            raise ModelError(f"{path}: holds several GGUF files, name one of them: {names}")
+        path = files[0] if files else path
     if path.is_dir():
         from lockstep.weights.folder import FolderCheckpoint
 

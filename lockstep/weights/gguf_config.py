@@ -46,7 +46,13 @@ _FAMILIES = {
     ),
 }
 # Keys that change nothing in the maths, or nothing that is not read off the tensors.
-_HARMLESS = {"vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "pooling_type"}
+_HARMLESS = {
+    "vocab_size",
+    "rope.scaling.finetuned",
+    "tensor_data_layout",
+    "pooling_type",
+    "mm.tokens_per_image",
+}
 _GEMMA_PERIOD = 6  # every sixth layer attends to everything
 _GEMMA_LOCAL_BASE = 10000.0
 _GEMMA_27B_LAYERS = 62

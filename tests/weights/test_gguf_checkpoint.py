@@ -96,6 +96,40 @@ def test_transformers_takes_the_config(tmp_path: Path, architecture: str) -> Non
         assert parameters["sliding_attention"]["rope_theta"] == config["rope_local_base_freq"]
 
 
+# Not qwen3: transformers takes its heads to be 128 wide whatever the file says.
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3"])
+def test_equal_logits_to_transformers_own_reading(tmp_path: Path, architecture: str) -> None:
+    # The same file, once through this room and once through transformers' GGUF reader: a row
+    # order, an offset or a rope base that is read differently shows in the logits.
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        tiny_tensors(**VARIANTS[architecture]),
+        architecture=architecture,
+        metadata={"rope.freq_base": 5000.0},
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, dtype=torch.float32
+    )
+    checkpoint = open_checkpoint(str(path))
+    config = dict(checkpoint.config)
+    known = AutoConfig.for_model(config.pop("model_type"), **config)
+    if architecture == "gemma3":  # transformers scales queries for heads of 256
+        for layer in theirs.model.layers:
+            layer.self_attn.scaling = 16**-0.5
+    ours = AutoModelForCausalLM.from_config(known)
+    ours.load_state_dict(
+        {name: checkpoint.tensor(name) for name in checkpoint.tensor_names()}, strict=False
+    )
+    ours.tie_weights()
+    ids = torch.arange(24).reshape(1, 24)
+    with torch.no_grad():
+        expected, found = theirs.eval()(ids).logits, ours.eval()(ids).logits
+    assert expected.std() > 0.01
+    assert torch.allclose(found, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_gemma_config(tmp_path: Path) -> None:
     config = write(tmp_path, "gemma3").config
     assert config["architectures"] == ["Gemma3ForCausalLM"]
@@ -230,6 +264,14 @@ def test_what_is_not_understood_is_named(
 def test_what_is_missing_is_named(tmp_path: Path, key: str) -> None:
     with pytest.raises(ModelError, match=f"llama.{key} is missing|llama.{key}"):
         write(tmp_path, leave_out=(key,))
+
+
+def test_a_folder_may_hold_one_gguf_file(tmp_path: Path) -> None:
+    first = write_gguf(tmp_path / "a.gguf", tiny_tensors())
+    assert open_checkpoint(str(tmp_path)).path == first
+    write_gguf(tmp_path / "b.gguf", tiny_tensors())
+    with pytest.raises(ModelError, match=r"a\.gguf, b\.gguf"):
+        open_checkpoint(str(tmp_path))
 
 
 def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
