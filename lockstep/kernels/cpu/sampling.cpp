@@ -85,16 +85,26 @@ struct Stream {
   uint32_t k0, k1, position, choice;
 };
 
-// -log(-log1p(-u)) for sixteen ids.
-LK_INLINE F16 gumbel(const Stream& s, I16 ids) {
+// First Philox words of sixteen ids, as uniform numbers in (0, 1).
+LK_INLINE F16 uniform(const Stream& s, I16 ids) {
   U16 c[4] = {(U16)ids, splat_u(s.position), splat_u(s.choice), splat_u(0)};
   philox(c, s.k0, s.k1);
   F16 u = (__builtin_convertvector(c[0], F16) + 0.5f) * 2.3283064365386963e-10f;
-  u = min(u, splat(1.0f - 5.9604644775390625e-8f));
-  // log1p(-u) = log(w) * -u / (w - 1) with w = 1 - u rounded (Kahan).
+  return min(u, splat(1.0f - 5.9604644775390625e-8f));
+}
+
+// -log(-log1p(-u)), with log1p(-u) = log(w) * -u / (w - 1) and w = 1 - u rounded (Kahan).
+LK_INLINE F16 gumbel(F16 u) {
   const F16 w = 1.0f - u, d = w - 1.0f;
   const F16 e = d == 0.0f ? u : -(log(w) * (-u / d));
   return -log(e);
+}
+
+// An upper bound of exp(x), loose by at most 7%: 2^i (1 + f) >= 2^(i + f).
+LK_INLINE F16 exp_above(F16 x) {
+  x = min(max(x, splat(-80.0f)), splat(1.0f));
+  const F16 scaled = fma(x, splat(12102203.16f), splat(1065353216.0f));  // 2^23 / ln 2; 1.0f
+  return (F16)__builtin_convertvector(scaled, I16) * 1.01f;
 }
 
 // --- selection ----------------------------------------------------------------
@@ -112,40 +122,59 @@ struct Entry {
 // Probability mass in units of 2^-32 of the largest: integers, so that sums have no order.
 LK_INLINE uint64_t mass_of(float p) { return uint64_t(double(p) * 4294967296.0); }
 
-// Shortens `kept` (any order within equal keys must be ascending ids) to the shortest
-// prefix in (key descending, id ascending) order whose weights sum to `target`.
+// Memory of the calling thread, so that a draw allocates nothing once it is warm.
+struct Buffers {
+  std::vector<float> z, p;
+  std::vector<Entry> kept, chosen, rest, next;
+  std::vector<uint64_t> bins;
+};
+thread_local Buffers t_buffers;
+
+// Shortens `b.kept` (ids ascending among equal keys) to the shortest prefix in
+// (key descending, id ascending) order whose weights sum to `target`, in no order.
 // weight(entry) depends on the key alone. Radix selection, 11 + 11 + 10 bits.
 template <typename F>
-void keep_prefix(std::vector<Entry>& kept, uint64_t target, F&& weight) {
+void keep_prefix(Buffers& b, uint64_t target, F&& weight) {
   constexpr int kShift[3] = {21, 10, 0};
   constexpr uint32_t kMask[3] = {2047, 2047, 1023};
-  std::vector<uint64_t> bins(2048);
-  std::vector<Entry> chosen, rest(kept), next;
+  b.bins.resize(2048);
+  b.chosen.clear();
+  b.rest.swap(b.kept);
   uint64_t before = 0;
   for (int level = 0; level < 3; ++level) {
-    std::fill(bins.begin(), bins.end(), 0);
-    for (const Entry& x : rest) bins[(x.key >> kShift[level]) & kMask[level]] += weight(x);
+    std::fill(b.bins.begin(), b.bins.end(), 0);
+    for (const Entry& x : b.rest) b.bins[(x.key >> kShift[level]) & kMask[level]] += weight(x);
     int64_t edge = kMask[level];
     for (; edge > 0; --edge) {
-      if (before + bins[size_t(edge)] >= target) break;
-      before += bins[size_t(edge)];
+      if (before + b.bins[size_t(edge)] >= target) break;
+      before += b.bins[size_t(edge)];
     }
-    next.clear();
-    for (const Entry& x : rest) {
+    b.next.clear();
+    for (const Entry& x : b.rest) {
       const int64_t bin = (x.key >> kShift[level]) & kMask[level];
       if (bin > edge)
-        chosen.push_back(x);
+        b.chosen.push_back(x);
       else if (bin == edge)
-        next.push_back(x);
+        b.next.push_back(x);
     }
-    rest.swap(next);
+    b.rest.swap(b.next);
   }
-  for (const Entry& x : rest) {  // equal keys, ids ascending
-    if (before >= target && !chosen.empty()) break;
+  for (const Entry& x : b.rest) {  // equal keys, ids ascending
+    if (before >= target && !b.chosen.empty()) break;
     before += weight(x);
-    chosen.push_back(x);
+    b.chosen.push_back(x);
   }
-  kept.swap(chosen);
+  b.kept.swap(b.chosen);
+}
+
+// Every id whose z lies above `floor`, ascending.
+void collect(Buffers& b, int64_t n, float floor) {
+  b.kept.clear();
+  for (int64_t i = 0; i < n; i += LANES)
+    for (uint32_t above = mask_of(load(b.z.data() + i) > floor); above; above &= above - 1) {
+      const int64_t id = i + __builtin_ctz(above);
+      b.kept.push_back({order_key(b.z[size_t(id)]), uint32_t(id)});
+    }
 }
 
 struct Params {
@@ -155,19 +184,25 @@ struct Params {
   Stream stream;
 };
 
-// Best of z + g over all ids; ids that cannot win any more are not drawn.
+// z of sixteen ids from i on; NaN and what lies beyond the row never win.
+LK_INLINE F16 scaled(const float* x, int64_t n, int64_t i, float top, float temperature) {
+  F16 z = (load_part(x + i, n - i) - top) / temperature;
+  z = z == z ? z : splat(kNever);
+  return n - i < LANES ? (iota() < int32_t(n - i) ? z : splat(kNever)) : z;
+}
+
+// Best of z + g over all ids. A cheap bound on g spares most ids the logarithms:
+// z + g >= best only if u <= 1 - exp(-exp(z - best)) <= exp(z - best).
 int64_t draw_all(const float* x, int64_t n, float top, const Params& p) {
-  constexpr float kGumbelMax = 23.0f;  // -log(2^-33) is below it
   float best = kNever;
   F16 best_value = splat(kNever);
   I16 best_id{};
   for (int64_t i = 0; i < n; i += LANES) {
-    F16 z = (load_part(x + i, n - i) - top) / p.temperature;
-    z = z == z ? z : splat(kNever);
-    if (n - i < LANES) z = iota() < int32_t(n - i) ? z : splat(kNever);
-    if (!(max_lanes(z) + kGumbelMax >= best)) continue;
+    const F16 z = scaled(x, n, i, top, p.temperature);
     const I16 ids = iota() + int32_t(i);
-    const F16 value = z + gumbel(p.stream, ids);
+    const F16 u = uniform(p.stream, ids);
+    if (!mask_of(u <= exp_above(z - best))) continue;
+    const F16 value = z + gumbel(u);
     const I16 better = value > best_value;
     best_value = better ? value : best_value;
     best_id = better ? ids : best_id;
@@ -183,18 +218,18 @@ int64_t draw_all(const float* x, int64_t n, float top, const Params& p) {
   return id;
 }
 
-int64_t draw_kept(const std::vector<Entry>& kept, const std::vector<float>& z, const Params& p) {
+int64_t draw_kept(const Buffers& b, const Params& p) {
   float best = kNever;
   int64_t best_id = -1;
-  for (size_t at = 0; at < kept.size(); at += LANES) {
-    const size_t count = std::min<size_t>(LANES, kept.size() - at);
+  for (size_t at = 0; at < b.kept.size(); at += LANES) {
+    const size_t count = std::min<size_t>(LANES, b.kept.size() - at);
     I16 ids{};
     F16 value = splat(kNever);
     for (size_t j = 0; j < count; ++j) {
-      ids[j] = int32_t(kept[at + j].id);
-      value[j] = z[kept[at + j].id];
+      ids[j] = int32_t(b.kept[at + j].id);
+      value[j] = b.z[b.kept[at + j].id];
     }
-    value = value + gumbel(p.stream, ids);
+    value = value + gumbel(uniform(p.stream, ids));
     for (size_t j = 0; j < count; ++j)
       if (value[j] > best || (value[j] == best && ids[j] < best_id)) {
         best = value[j];
@@ -204,38 +239,77 @@ int64_t draw_kept(const std::vector<Entry>& kept, const std::vector<float>& z, c
   return best_id;
 }
 
+// Where the search for candidates stops, in z; below the last, mass is 0.
+constexpr float kFloors[] = {-1, -2, -4, -8, -16, -23};
+
+// The top_k largest. Counting is cheap, so only few more than k are collected.
+void keep_top_k(Buffers& b, int64_t n, int64_t k) {
+  float floor = kNever;
+  for (float candidate : kFloors) {
+    int64_t above = 0;
+    for (int64_t i = 0; i < n; i += LANES)
+      above += __builtin_popcount(mask_of(load(b.z.data() + i) > candidate));
+    if (above >= k) {
+      floor = candidate;
+      break;
+    }
+  }
+  collect(b, n, floor);
+  keep_prefix(b, uint64_t(k), [](const Entry&) { return uint64_t(1); });
+}
+
+uint64_t mass_needed(double top_p, uint64_t total) {
+  return std::max<uint64_t>(1, uint64_t(std::ceil(std::max(top_p, 0.0) * double(total))));
+}
+
+// Shortens what top_k kept, or all ids if `all`, to the shortest prefix of mass top_p.
+void keep_top_p(Buffers& b, int64_t n, bool all, float top_p) {
+  auto mass = [&](const Entry& entry) { return mass_of(b.p[entry.id]); };
+  uint64_t total = 0;
+  if (all)
+    for (int64_t i = 0; i < n; ++i) total += mass_of(b.p[size_t(i)]);
+  else
+    for (const Entry& entry : b.kept) total += mass(entry);
+  const uint64_t needed = mass_needed(double(top_p), total);
+  if (all)
+    for (float floor : kFloors) {
+      uint64_t above = 0;
+      collect(b, n, floor);
+      for (const Entry& entry : b.kept) above += mass(entry);
+      if (above >= needed) break;
+    }
+  keep_prefix(b, needed, mass);
+}
+
+// The ids that top_k, top_p and min_p leave, into b.kept.
+void truncate(Buffers& b, const float* x, int64_t n, float top, const Params& p) {
+  const bool by_k = p.top_k > 0 && p.top_k < n, by_p = p.top_p < 1.0f, by_min = p.min_p > 0.0f;
+  const size_t padded = size_t((n + LANES - 1) / LANES * LANES);
+  b.z.resize(padded);
+  b.p.resize(padded);
+  for (int64_t i = 0; i < n; i += LANES) {
+    const F16 z = scaled(x, n, i, top, p.temperature);
+    store(b.z.data() + i, z);
+    store(b.p.data() + i, exp(z));
+  }
+  if (by_k) keep_top_k(b, n, p.top_k);
+  if (by_p) keep_top_p(b, n, !by_k, p.top_p);
+  if (!by_k && !by_p) collect(b, n, std::log(p.min_p) - 1.0f);
+  if (by_min)
+    b.kept.erase(std::remove_if(b.kept.begin(), b.kept.end(),
+                                [&](const Entry& entry) { return !(b.p[entry.id] >= p.min_p); }),
+                 b.kept.end());
+}
+
 int64_t sample_row(const float* x, int64_t n, const Params& p) {
   const float top = row_max(x, n);
   if (!(p.temperature > 0.0f) || !std::isfinite(top)) return row_argmax(x, n);
-  const bool by_k = p.top_k > 0 && p.top_k < n, by_p = p.top_p < 1.0f, by_min = p.min_p > 0.0f;
   int64_t id;
-  if (!by_k && !by_p && !by_min) {
+  if ((p.top_k <= 0 || p.top_k >= n) && p.top_p >= 1.0f && !(p.min_p > 0.0f)) {
     id = draw_all(x, n, top, p);
   } else {
-    std::vector<float> z(static_cast<size_t>(n)), e(static_cast<size_t>(n));
-    std::vector<Entry> kept;
-    kept.reserve(size_t(n));
-    for (int64_t i = 0; i < n; i += LANES) {
-      F16 v = (load_part(x + i, n - i) - top) / p.temperature;
-      v = v == v ? v : splat(kNever);
-      store_part(z.data() + i, v, n - i);
-      store_part(e.data() + i, exp(v), n - i);
-    }
-    for (int64_t i = 0; i < n; ++i)
-      if (z[size_t(i)] > kNever) kept.push_back({order_key(z[size_t(i)]), uint32_t(i)});
-    if (by_k) keep_prefix(kept, uint64_t(p.top_k), [](const Entry&) { return uint64_t(1); });
-    if (by_p) {
-      auto mass = [&](const Entry& entry) { return mass_of(e[entry.id]); };
-      uint64_t total = 0;
-      for (const Entry& entry : kept) total += mass(entry);
-      const double wanted = double(p.top_p > 0.0f ? p.top_p : 0.0f) * double(total);
-      keep_prefix(kept, std::max<uint64_t>(1, uint64_t(std::ceil(wanted))), mass);
-    }
-    if (by_min)
-      kept.erase(std::remove_if(kept.begin(), kept.end(),
-                                [&](const Entry& entry) { return !(e[entry.id] >= p.min_p); }),
-                 kept.end());
-    id = draw_kept(kept, z, p);
+    truncate(t_buffers, x, n, top, p);
+    id = draw_kept(t_buffers, p);
   }
   return id >= 0 ? id : row_argmax(x, n);
 }

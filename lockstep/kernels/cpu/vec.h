@@ -166,6 +166,17 @@ LK_INLINE F16 fma(F16 a, F16 b, F16 c) {
 }
 LK_INLINE float fma1(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
+// Bit i is set where lane i of a comparison holds.
+LK_INLINE uint32_t mask_of(I16 v) {
+#if defined(LK_AVX512)
+  return _mm512_movepi32_mask((__m512i)v);
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < LANES; ++i) bits |= uint32_t(v[i] & 1) << i;
+  return bits;
+#endif
+}
+
 LK_INLINE F16 max(F16 a, F16 b) { return a > b ? a : b; }
 LK_INLINE F16 min(F16 a, F16 b) { return a < b ? a : b; }
 
