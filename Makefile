@@ -1,7 +1,9 @@
 # Lockstep: every target creates what it needs. `make help` lists them.
 
 VENV ?= .venv
-PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
+# The first interpreter that runs and is new enough; looked for only when .venv is made.
+FIND = import sys; sys.version_info >= (3, 11) and print(sys.executable)
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell $(name) -c '$(FIND)' 2>/dev/null)))
 # Where to find a CPU build of torch when PyPI's build for your platform is a CUDA one, e.g.
 #   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
@@ -27,7 +29,7 @@ help: ## list the targets
 
 # Two levels: what running needs, and on top of it what testing needs. Stamps make both quick.
 $(BIN)/python:
-	@test -n "$(PYTHON)" && "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	@test -n "$(PYTHON)" && test "$$("$(PYTHON)" -c '$(FIND)')" \
 	  || { echo "Lockstep needs Python 3.11 or newer; name one: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
 	$(SAY) "[1/3] creating $(VENV) with $$("$(PYTHON)" --version)"
 	@"$(PYTHON)" -m venv $(VENV)
