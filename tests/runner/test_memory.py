@@ -1,0 +1,103 @@
+"""The pool's layout: pages of any group lie inside their slab, and small pools shorten contexts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.config import ConfigError
+from lockstep.kernels.cpu import make_backend
+from lockstep.model import load_model
+from lockstep.runner.memory import page_elements, plan_pool
+from lockstep.runner.plan import PageCopy, Plan
+from lockstep.runner.runner import Runner
+from lockstep.types import LayerGroup
+from tests.model.tiny import build_oracle, probe_of, save
+
+FULL = LayerGroup("full", "full", (0, 5), 2, 16)
+SLIDING = LayerGroup("sliding", "sliding", (1, 2, 3, 4), 2, 16, window=32)
+
+GROUPS = st.lists(
+    st.builds(
+        lambda layers, heads, size: LayerGroup("g", "full", tuple(range(layers)), heads, size * 16),
+        st.integers(1, 60),
+        st.integers(1, 16),
+        st.integers(1, 16),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(GROUPS, st.sampled_from([1, 8, 16, 32]), st.integers(0, 10**6))
+def test_pages_fill_their_slab_and_no_other(
+    groups: list[LayerGroup], page_tokens: int, spare: int
+) -> None:
+    least = plan_pool(groups, page_tokens, 2**60).slab * len(groups)
+    pool = plan_pool(groups, page_tokens, least + spare)
+    assert pool.elements <= least + spare
+    for group, stride, count in zip(groups, pool.strides, pool.pages_per_slab, strict=True):
+        assert page_elements(group, page_tokens) <= stride
+        assert stride * count == pool.slab
+        assert stride % 64 == 0
+    if len(groups) == 1:
+        assert pool.slab <= page_elements(groups[0], page_tokens) + 64
+
+
+def test_a_pool_that_holds_no_page_is_refused() -> None:
+    with pytest.raises(ConfigError, match="memory_bytes"):
+        plan_pool([FULL, SLIDING], 16, 1000)
+
+
+def test_one_sequence_fits_where_it_is_said_to() -> None:
+    pool = plan_pool([FULL, SLIDING], 16, 120_000)
+    longest = pool.longest_sequence([FULL, SLIDING], 10**6, 16)
+    assert 16 < longest < 10**4
+    assert pool.slabs_needed([FULL, SLIDING], longest, 16) <= pool.num_slabs
+    assert pool.slabs_needed([FULL, SLIDING], longest + 1, 16) > pool.num_slabs
+
+
+def test_a_small_pool_shortens_the_context(tmp_path: Path) -> None:
+    checkpoint = save(build_oracle("llama"), tmp_path)
+    small = probe_of(checkpoint, memory_bytes=200_000).runner
+    assert 16 <= small.max_context < 512
+    assert probe_of(checkpoint).runner.max_context == 512
+    assert probe_of(checkpoint, max_context=100).runner.max_context == 100
+    with pytest.raises(ConfigError, match="memory_bytes"):
+        probe_of(checkpoint, memory_bytes=1000)
+
+
+def test_a_copied_page_serves_as_its_source(tmp_path: Path) -> None:
+    probe = probe_of(save(build_oracle("gemma3"), tmp_path))
+    tokens = [(9 * i + 4) % 131 for i in range(40)]
+    alone = probe.score(tokens)
+    pages = probe.pages(len(tokens))
+    probe.score(tokens[:35], pages=pages)
+    copied = tuple(list(table) for table in pages)
+    copies = []
+    for group, fresh in enumerate(probe.pages(16)):
+        copies.append(PageCopy(group, pages[group][2], fresh[0]))
+        copied[group][2] = fresh[0]
+    probe.runner.execute(Plan(1, (), tuple(copies)))
+    probe.score([5] * 35, pages=pages)  # the source is overwritten, its copy is not
+    probe.score(tokens[:32], pages=pages)
+    found = [probe.step(probe.run(tokens[35:], 35, table))[0] for table in (copied, pages)]
+    assert torch.equal(found[0], alone[35:])
+    assert not torch.equal(found[1], alone[35:])
+
+
+def test_info_says_what_was_built_and_the_fingerprint_what_moves_bits(tmp_path: Path) -> None:
+    checkpoint = save(build_oracle("qwen3"), tmp_path)
+    single = probe_of(checkpoint).runner.info()
+    assert single.architecture == "Qwen3ForCausalLM"
+    assert (single.dtype, single.device, single.backend) == ("float32", "cpu", "native")
+    assert single.pool_tokens > single.max_context == 512
+    assert single.weight_bytes >= 4 * (131 * 96 + 3 * 96 * 160 * 3)
+    backend = make_backend("native", 2)
+    again = Runner(load_model(checkpoint, backend, torch.float32), backend, memory_bytes=10**6)
+    assert again.info().fingerprint == single.fingerprint
+    assert probe_of(checkpoint, torch.bfloat16).runner.info().fingerprint != single.fingerprint
