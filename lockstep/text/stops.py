@@ -19,40 +19,62 @@ class StopMatch:
     end: int
 
 
+class _Stop:
+    """One stop string and how much of it the text's end matches (Knuth, Morris, Pratt 1977).
+
+    `matched` is the length of the longest proper beginning of the stop string with which
+    the text so far ends.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        # After a mismatch behind i matched characters, borders[i] may still be matched.
+        self._borders = [0] * (len(text) + 1)
+        length = 0
+        for index in range(1, len(text)):
+            length = self._longer(length, text[index])
+            self._borders[index + 1] = length
+
+    def _longer(self, length: int, character: str) -> int:
+        while length and self.text[length] != character:
+            length = self._borders[length]
+        return length + 1 if self.text[length] == character else 0
+
+    def push(self, character: str) -> bool:
+        """Takes the next character; returns whether the stop string ends in it."""
+        self.matched = self._longer(self.matched, character)
+        if self.matched < len(self.text):
+            return False
+        self.matched = self._borders[self.matched]
+        return True
+
+
 class StopMatcher:
     """Looks for stop strings in a text that arrives in pieces.
 
-    Mutable; owned by one stream. Keeps only as many characters as the longest stop string
-    has, less one.
+    Mutable; owned by one stream. The work per character is constant for each stop string,
+    on average over the text, whatever its length.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(dict.fromkeys(stops))
-        self._keep = max((len(stop) for stop in self._stops), default=1) - 1
-        self._tail = ""
+        # Of stop strings that end together the longest is to be found first.
+        self._stops = [_Stop(stop) for stop in sorted(set(stops), key=len, reverse=True)]
         self._length = 0
 
     def push(self, piece: str) -> StopMatch | None:
         """Takes the next characters; returns the first stop string that ends in them."""
-        window = self._tail + piece
-        seen = len(self._tail)
-        base = self._length - seen
-        found: StopMatch | None = None
-        for stop in self._stops:
-            at = window.find(stop, max(0, seen - len(stop) + 1))
-            if at < 0:
-                continue
-            match = StopMatch(stop, base + at, base + at + len(stop))
-            if found is None or (match.end, match.start) < (found.end, found.start):
-                found = match
+        start = self._length
         self._length += len(piece)
-        self._tail = window[-self._keep :] if self._keep else ""
+        if not self._stops:
+            return None
+        found: StopMatch | None = None
+        for end, character in enumerate(piece, start + 1):
+            for stop in self._stops:
+                if stop.push(character) and found is None:
+                    found = StopMatch(stop.text, end - len(stop.text), end)
         return found
 
     def held(self) -> int:
         """How many of the last characters may still become a stop string."""
-        for length in range(len(self._tail), 0, -1):
-            suffix = self._tail[-length:]
-            if any(len(stop) > length and stop.startswith(suffix) for stop in self._stops):
-                return length
-        return 0
+        return max((stop.matched for stop in self._stops), default=0)

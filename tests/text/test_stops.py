@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -212,6 +214,26 @@ def test_offsets_grow_and_fit_the_text() -> None:
         text += delta.text
     assert text == "abcé"
     assert offsets == [0, 1, 3, 3, 4]
+
+
+class Counted(str):
+    """Text that counts how often a character of it is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, key: Any) -> str:
+        Counted.looks += 1
+        return super().__getitem__(key)
+
+
+def test_long_stop_strings_cost_no_more_a_character() -> None:
+    matcher = StopMatcher(["a" * 5000 + "b"])
+    matcher._stops[0].text = Counted(matcher._stops[0].text)
+    for _ in range(100):  # the worst kind of text: every "x" undoes what was matched
+        assert matcher.push("a" * 99 + "x") is None
+    assert Counted.looks <= 3 * 100 * 100
+    assert matcher.push("a" * 7) is None
+    assert matcher.held() == 7
 
 
 def test_after_the_end_nothing_is_added() -> None:
