@@ -9,6 +9,7 @@ import typer
 
 from lockstep import __version__
 from lockstep.cli.chat import chat
+from lockstep.cli.check_model import check_model
 from lockstep.cli.doctor import doctor
 from lockstep.cli.generate import generate
 from lockstep.cli.models import models
@@ -47,6 +48,7 @@ app.command()(generate)
 app.command()(serve)
 app.command()(models)
 app.command()(doctor)
+app.command("check-model")(check_model)
 
 
 def main() -> None:

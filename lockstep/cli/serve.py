@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def serve(
     model: options.ModelName = "smollm2",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = 8000,
     served_name: Annotated[
         str, typer.Option(help="Model name that clients use; by default MODEL.")
     ] = "",

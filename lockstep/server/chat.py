@@ -140,7 +140,7 @@ class _Call:
         entries = self._streams[0].answer.prompt_logprobs
         if self._body.prompt_logprobs is None or entries is None:
             return UNSET
-        return logprobs.prompt_logprobs(self._tokenizer, entries)
+        return logprobs.prompt_logprobs(self._tokenizer, self._request, entries)
 
     def _prompt_token_ids(self) -> list[int] | UnsetType:
         return list(self._request.prompt) if self._body.return_token_ids else UNSET

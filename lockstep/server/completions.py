@@ -124,7 +124,7 @@ class _Call:
                 )
         if first and self._body.prompt_logprobs is not None:
             entries = self._streams[index].answer.prompt_logprobs or ()
-            part.prompt_logprobs = logprobs.prompt_logprobs(self._tokenizer, entries)
+            part.prompt_logprobs = logprobs.prompt_logprobs(self._tokenizer, request, entries)
         if self._body.return_token_ids:
             part.token_ids = list(delta.token_ids)
             if first:

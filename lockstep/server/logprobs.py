@@ -113,14 +113,26 @@ def join(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLog
     )
 
 
-def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None]) -> PromptLogprobs:
-    """The `prompt_logprobs` extension: per position, token id to its logprob."""
-    return [None if entry is None else _prompt_entry(tokenizer, entry) for entry in entries]
+def prompt_logprobs(
+    tokenizer: Tokenizer, request: Request, entries: Sequence[TokenLogprob | None]
+) -> PromptLogprobs:
+    """The `prompt_logprobs` extension: per position, token id to its logprob.
+
+    Alternatives, the prompt's own token, and the ids of `logprob_token_ids` (without rank).
+    """
+    given = request.sampling.logprob_token_ids
+    return [None if entry is None else _prompt_entry(tokenizer, entry, given) for entry in entries]
 
 
-def _prompt_entry(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, PromptLogprob]:
-    ranked = {token: (value, rank) for rank, (token, value) in enumerate(entry.top, 1)}
+def _prompt_entry(
+    tokenizer: Tokenizer, entry: TokenLogprob, given: Sequence[int]
+) -> dict[str, PromptLogprob]:
+    ranked: dict[int, tuple[float, int | None]] = {
+        token: (value, rank) for rank, (token, value) in enumerate(entry.top, 1)
+    }
     ranked.setdefault(entry.token, (entry.logprob, entry.rank))
+    for token, value in zip(given, entry.given, strict=False):
+        ranked.setdefault(token, (value, None))
     return {
         str(token): PromptLogprob(
             logprob=finite(value), rank=rank, decoded_token=tokenizer.token_text(token)

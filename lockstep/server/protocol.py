@@ -181,10 +181,11 @@ class CompletionBody(GenerationBody):
                 code="unsupported_parameter",
             )
         values: dict[str, Any] = {}
-        if self.logprobs is not None:
-            values["logprobs"] = self.logprobs
+        wanted = 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
+        if wanted is not None:
+            values["logprobs"] = wanted
             if self.echo:
-                values["prompt_logprobs"] = self.logprobs
+                values["prompt_logprobs"] = wanted
         return values
 
 
@@ -284,8 +285,10 @@ class ChatBody(GenerationBody):
             )
         if self.logprobs:
             values["logprobs"] = self.top_logprobs or 0
-        elif self.top_logprobs is not None:
-            raise RequestError("top_logprobs needs logprobs: true", field="top_logprobs")
+        else:
+            for name in ("top_logprobs", "logprob_token_ids"):
+                if getattr(self, name):
+                    raise RequestError(f"{name} needs logprobs: true", field=name)
         return values
 
 

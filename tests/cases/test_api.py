@@ -420,3 +420,16 @@ def test_two_hundred_clients_and_a_pool_for_ten() -> None:
             )
             assert alone.json()["choices"] == replies[index].json()["choices"]
         wait_until(lambda: server.llm.stats().pages_used == 0)
+
+
+def test_given_ids_have_their_exact_logprob_at_every_position(http: httpx.Client) -> None:
+    ids = [smollm2_tokenizer().encode(word)[0] for word in (" yes", " no")]
+    body = {"prompt": "I asked and she said", "max_tokens": 2, "logprob_token_ids": ids}
+    (choice,) = complete(http, **body, prompt_logprobs=0)["choices"]
+    given = choice["logprobs"]["given_logprobs"]
+    assert [len(values) for values in given] == [2, 2]
+    wide = complete(http, **{**body, "logprob_token_ids": None}, logprobs=128)["choices"][0]
+    top = wide["logprobs"]["top_logprobs"][0]
+    for word, value in zip((" yes", " no"), given[0], strict=True):
+        assert top.get(word, value) == value
+    assert all(set(map(str, ids)) <= set(entry) for entry in choice["prompt_logprobs"][1:])

@@ -121,6 +121,7 @@ def test_numbers_that_are_none_are_refused(http: httpx.Client, param: str, value
         ("messages", [{"role": "user", "content": 3}]),
         ("messages", [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]),
         ("top_logprobs", 3),
+        ("logprob_token_ids", [3]),
         ("max_completion_tokens", -1),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
