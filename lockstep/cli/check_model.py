@@ -25,6 +25,7 @@ def check_model(
     Without transformers the comparison with it is skipped, and said to be.
     """
     from rich.console import Console
+    from rich.markup import escape
 
     from lockstep.runner.check import check_model as check
     from lockstep.settings import engine_config
@@ -44,7 +45,7 @@ def check_model(
     outcomes: list[Outcome] = []
     for outcome in check(model, settings.model):
         outcomes.append(outcome)
-        console.print(f"{_mark(outcome)} {outcome.name}: {outcome.detail}", markup=True)
+        console.print(f"{_mark(outcome)} {escape(f'{outcome.name}: {outcome.detail}')}")
     failed = sum(outcome.passed is False for outcome in outcomes)
     if failed:
         console.print(f"[red]FAIL[/red]: {failed} of {len(outcomes)} checks failed")

@@ -26,8 +26,11 @@ async def create_chat_completion(body: ChatBody, request: HTTPRequest) -> Respon
     service = service_of(request)
     call = await until_disconnect(request, _Call.submit(service, body))
     if body.stream:
-        return EventStream(call.stream())
-    reply = await until_disconnect(request, call.whole())
+        return EventStream(call.stream(), call.cancel)
+    try:
+        reply = await until_disconnect(request, call.whole())
+    finally:
+        call.cancel()
     return Response(replies.encode(reply), media_type="application/json")
 
 
@@ -59,6 +62,11 @@ class _Call:
             service, envelope, [ids], params, priority=body.priority, field="messages"
         )
         return cls(service, body, envelope, await service.llm.submit(requests))
+
+    def cancel(self) -> None:
+        """End in the engine what still runs; does nothing after a whole answer."""
+        for stream in self._streams:
+            stream.cancel()
 
     async def whole(self) -> replies.ChatCompletion:
         """The reply in one piece: the chunks' choices, joined."""

@@ -32,8 +32,11 @@ async def create_completion(body: CompletionBody, request: HTTPRequest) -> Respo
     service = service_of(request)
     call = await until_disconnect(request, _Call.submit(service, body))
     if body.stream:
-        return EventStream(call.stream())
-    reply = await until_disconnect(request, call.whole())
+        return EventStream(call.stream(), call.cancel)
+    try:
+        reply = await until_disconnect(request, call.whole())
+    finally:
+        call.cancel()
     return Response(replies.encode(reply), media_type="application/json")
 
 
@@ -73,6 +76,11 @@ class _Call:
             service, envelope, ids, params, priority=body.priority, field="prompt"
         )
         return cls(service, body, envelope, prompts, await service.llm.submit(requests))
+
+    def cancel(self) -> None:
+        """End in the engine what still runs; does nothing after a whole answer."""
+        for stream in self._streams:
+            stream.cancel()
 
     async def whole(self) -> replies.Completion:
         """The reply in one piece: the chunks' choices, joined."""

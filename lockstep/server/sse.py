@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -90,16 +90,26 @@ class EventStream(Response):
 
     A failure after the first byte becomes an event with an error in OpenAI's shape.
     When the client goes away, the iterator is closed at once, even between events.
+
+    Args:
+        on_end: called however it ends, also when no reply was ever asked for.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, replies: AsyncGenerator[Reply, None]) -> None:
+    def __init__(self, replies: AsyncGenerator[Reply, None], on_end: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._replies = replies
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._respond(receive, send)
+        finally:
+            self._on_end()
+
+    async def _respond(self, receive: Receive, send: Send) -> None:
         await send(
             {
                 "type": "http.response.start",

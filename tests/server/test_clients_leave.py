@@ -77,6 +77,24 @@ def test_a_client_that_leaves_while_it_waits_is_forgotten(slow_server: ServerThr
     assert reply.json()["choices"][0]["text"] == "still here"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_clients_that_leave_at_the_first_byte_are_forgotten(
+    slow_server: ServerThread, path: str
+) -> None:
+    body = {"model": "slow", "max_tokens": 300, "stream": True}
+    prompt = {"messages": [{"role": "user", "content": LONG}]}
+    body |= {"prompt": LONG} if path == "/v1/completions" else prompt
+    stats = slow_server.llm.stats
+    before = stats()
+    for _ in range(10):
+        connection = send(slow_server, path, body)
+        assert connection.recv(1)
+        connection.close()
+    wait_until(lambda: stats().running == 0 and stats().waiting == 0, 3.0)
+    assert stats().cancelled == before.cancelled + 10
+    assert stats().pages_used == 0
+
+
 def test_a_stop_string_ends_the_sequence_in_the_engine(slow_server: ServerThread) -> None:
     stats = slow_server.llm.stats
     before = stats().generated_tokens
