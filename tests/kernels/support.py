@@ -92,13 +92,17 @@ class Sequences:
         self.ops, self.dtype, self.window, self.norm = ops, dtype, window, norm
         self.q_heads, self.kv_heads, self.head_dim = q_heads, kv_heads, head_dim
         self.page_tokens, self.scale = page_tokens, head_dim**-0.5
-        self.rope = rope_table(max(lengths), head_dim)
+        table = rope_table(max(lengths), head_dim)
+        device = ops.device
+        self.rope = RopeTable(cos=table.cos.to(device), sin=table.sin.to(device))
         width = (q_heads + 2 * kv_heads) * head_dim
-        self.inputs = [randn(n, width, dtype=dtype, seed=100 + i) for i, n in enumerate(lengths)]
+        self.inputs = [
+            randn(n, width, dtype=dtype, seed=100 + i).to(device) for i, n in enumerate(lengths)
+        ]
         needed = [-(-n // page_tokens) for n in lengths]
         count = sum(needed) + 3
         stride = 2 * kv_heads * page_tokens * head_dim + 32
-        self.pool = torch.full((count * stride + 16,), filler, dtype=dtype)
+        self.pool = torch.full((count * stride + 16,), filler, dtype=dtype, device=device)
         self.kv = ops.kv_layer(
             self.pool,
             page_stride=stride,
@@ -128,11 +132,12 @@ class Sequences:
             kept = range(first // self.page_tokens, -(-end // self.page_tokens))
             for entry in kept:
                 table[row, entry] = pages[entry]
+        device = self.ops.device
         return AttentionBatch(
-            query_start=torch.tensor(starts, dtype=torch.int32),
-            context_len=torch.tensor(contexts, dtype=torch.int32),
-            page_table=table,
-            slots=torch.tensor(slots, dtype=torch.int32),
+            query_start=torch.tensor(starts, dtype=torch.int32, device=device),
+            context_len=torch.tensor(contexts, dtype=torch.int32, device=device),
+            page_table=table.to(device),
+            slots=torch.tensor(slots, dtype=torch.int32, device=device),
             max_query=max(end - begin for _, begin, end in runs),
             max_context=max(contexts),
         )
@@ -142,6 +147,7 @@ class Sequences:
         batch = self.batch(runs)
         qkv = torch.cat([self.inputs[s][begin:end] for s, begin, end in runs])
         positions = torch.cat([torch.arange(begin, end) for _, begin, end in runs]).int()
+        positions = positions.to(self.ops.device)
         q = self.ops.write_kv(qkv, positions, self.rope, self.kv, batch, self.q_heads, self.norm)
         out = self.ops.attention(q, self.kv, batch, self.scale, self.window)
         return list(out.split([end - begin for _, begin, end in runs]))

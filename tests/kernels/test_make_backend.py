@@ -78,7 +78,10 @@ def test_a_failing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_two_processes_build_at_once(tmp_path: Path) -> None:
-    (tmp_path / "one.cpp").write_text('#include "x.h"\nextern "C" int one() { return X; }\n')
+    (tmp_path / "one.cpp").write_text(
+        '#include "x.h"\n#pragma GCC visibility push(default)\n'
+        'extern "C" int one() { return X; }\n#pragma GCC visibility pop\n'
+    )
     (tmp_path / "two.cpp").write_text("#include <vector>\nstd::vector<int> two(3);\n")
     (tmp_path / "x.h").write_text("#define X 1\n")
     program = (
@@ -90,9 +93,7 @@ def test_two_processes_build_at_once(tmp_path: Path) -> None:
 
     def build_twice() -> list[str]:
         command = [sys.executable, "-c", program, str(tmp_path)]
-        processes = [
-            subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)
-        ]
+        processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
         return [process.communicate(timeout=100)[0].strip() for process in processes]
 
     assert build_twice() == ["1", "1"]

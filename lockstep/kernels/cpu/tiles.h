@@ -21,29 +21,55 @@ constexpr int TILE_ROWS = 4;
 #endif
 constexpr int PANEL = PANEL_VECS * LANES;
 
-// One step of a bfloat16 product: a and b hold pairs (k, k + 1), k in the low half.
-// The hardware form flushes subnormals and takes the odd element first; see reference.py.
-LK_INLINE F16 dot_pair(F16 acc, U16 a, U16 b) {
-#if defined(LK_DOT_BF16)
-  return (F16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+// Tiles work in the target's own registers: VF floats, VU words of WIDTH lanes.
+#if defined(LK_AVX512)
+constexpr int WIDTH = 16;
+typedef F16 VF;
+typedef U16 VU;
+LK_INLINE VF fma_register(VF a, VF b, VF c) { return fma(a, b, c); }
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int WIDTH = 8;
+typedef float VF __attribute__((vector_size(32)));
+typedef uint32_t VU __attribute__((vector_size(32)));
+LK_INLINE VF fma_register(VF a, VF b, VF c) {
+  return (VF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
 #else
-  acc = fma((F16)(a << 16), (F16)(b << 16), acc);
-  return fma((F16)(a & 0xffff0000u), (F16)(b & 0xffff0000u), acc);
+constexpr int WIDTH = 4;
+typedef float VF __attribute__((vector_size(16)));
+typedef uint32_t VU __attribute__((vector_size(16)));
+LK_INLINE VF fma_register(VF a, VF b, VF c) {
+#if defined(__ARM_NEON) && defined(__aarch64__)
+  return (VF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  for (int i = 0; i < WIDTH; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
 #endif
 }
+#endif
 
-LK_INLINE F16 multiply_add(F16 acc, float a, F16 b) { return fma(splat(a), b, acc); }
-LK_INLINE F16 multiply_add(F16 acc, uint32_t a, U16 b) { return dot_pair(acc, splat_u(a), b); }
+// One step of a bfloat16 product: a and b hold pairs (k, k + 1), k in the low half.
+// The hardware form flushes subnormals and takes the odd element first; see reference.py.
+LK_INLINE VF multiply_add(VF acc, uint32_t a, VU b) {
+  const VU pair = VU{} + a;
+#if defined(LK_DOT_BF16)
+  return (VF)_mm512_dpbf16_ps((__m512)acc, (__m512bh)pair, (__m512bh)b);
+#else
+  acc = fma_register((VF)(pair << 16), (VF)(b << 16), acc);
+  return fma_register((VF)(pair & 0xffff0000u), (VF)(b & 0xffff0000u), acc);
+#endif
+}
+LK_INLINE VF multiply_add(VF acc, float a, VF b) { return fma_register(VF{} + a, b, acc); }
 
 template <typename E>
 struct VectorOf;
 template <>
 struct VectorOf<float> {
-  using type = F16;
+  using type = VF;
 };
 template <>
 struct VectorOf<uint32_t> {
-  using type = U16;
+  using type = VU;
 };
 
 // E is float (one k a step) or uint32_t (a bfloat16 pair a step). Strides in E.
@@ -51,27 +77,28 @@ struct VectorOf<uint32_t> {
 template <typename E, int ROWS, int VECS, bool FRESH>
 void tile(const E* a, int64_t lda, const E* b, int64_t ldb, float* c, int64_t ldc, int64_t steps) {
   using V = typename VectorOf<E>::type;
-  F16 acc[ROWS][VECS];
+  constexpr int N = VECS * LANES / WIDTH;
+  VF acc[ROWS][N];
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i)
-#pragma GCC unroll 4
-    for (int j = 0; j < VECS; ++j) acc[i][j] = FRESH ? F16{} : load(c + i * ldc + j * LANES);
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) acc[i][j] = FRESH ? VF{} : load_as<VF>(c + i * ldc + j * WIDTH);
   for (int64_t k = 0; k < steps; ++k) {
-    V bv[VECS];
-#pragma GCC unroll 4
-    for (int j = 0; j < VECS; ++j) bv[j] = load_as<V>(b + k * ldb + j * LANES);
+    V bv[N];
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) bv[j] = load_as<V>(b + k * ldb + j * WIDTH);
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; ++i) {
       E av;
       std::memcpy(&av, a + i * lda + k, sizeof(E));
-#pragma GCC unroll 4
-      for (int j = 0; j < VECS; ++j) acc[i][j] = multiply_add(acc[i][j], av, bv[j]);
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) acc[i][j] = multiply_add(acc[i][j], av, bv[j]);
     }
   }
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i)
-#pragma GCC unroll 4
-    for (int j = 0; j < VECS; ++j) store(c + i * ldc + j * LANES, acc[i][j]);
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) store_as(c + i * ldc + j * WIDTH, acc[i][j]);
 }
 
 template <typename E>
