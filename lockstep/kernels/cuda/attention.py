@@ -68,7 +68,10 @@ def _merge(total_m, total_l, total, m, l, acc):
     return top, total_l, total
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["runs", "table_width", "total_rows"],
+    do_not_specialize_on_alignment=["query_start", "context_len", "page_table"],
+)
 def _attention_kernel(
     q, k_cache, v_cache, out, part_acc, part_m, part_l,
     query_start, context_len, page_table, runs, table_width, page_stride, total_rows, scale,
@@ -100,9 +103,7 @@ def _attention_kernel(
     head = kv_head * GROUP + line % GROUP
     size = tl.arange(0, SIZE)
     flat = (row_start + row).to(tl.int64) * (KV_HEADS * GROUP) + head
-    queries = tl.load(
-        q + flat[:, None] * SIZE + size[None, :], mask=row_ok[:, None], other=0.0
-    )
+    queries = tl.load(q + flat[:, None] * SIZE + size[None, :], mask=row_ok[:, None], other=0.0)
     DTYPE: tl.constexpr = k_cache.dtype.element_ty
     ones = tl.full((BLOCK, 16), 1.0, dtype=tl.float32).to(DTYPE)
     nothing = tl.full((BM,), float("-inf"), dtype=tl.float32)
@@ -163,7 +164,10 @@ def _attention_kernel(
         )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["runs", "total_rows"],
+    do_not_specialize_on_alignment=["query_start", "context_len"],
+)
 def _fold_kernel(
     out, part_acc, part_m, part_l, query_start, context_len, runs, total_rows,
     WINDOW: tl.constexpr, SEGMENT: tl.constexpr, SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
@@ -203,7 +207,10 @@ def _fold_kernel(
 
 def _tile_lines(max_query: int, group: int, size: int, dtype: torch.dtype) -> int:
     """Lines (query rows times heads of a group) of a program's tile."""
-    most = 32 if dtype == torch.float32 else (64 if size > 128 else 128)
+    if dtype == torch.float32:
+        most = 32 if size <= 64 else 16
+    else:
+        most = 128 if size <= 128 else 64
     return max(16, power_of_two(group), min(most, power_of_two(max_query * group)))
 
 
@@ -241,7 +248,8 @@ def attention(
     scratch = torch.empty(shape * (size + 2), dtype=torch.float32, device=q.device)
     part_acc, part_m, part_l = scratch.split((shape * size, shape, shape))
     if warps is None:
-        warps = 8 if lines >= 128 or lines * size >= 64 * 256 else 4
+        wide = lines >= 128 or lines * size >= 64 * 256 or q.dtype == torch.float32
+        warps = 8 if wide else 4
     common = {
         "WINDOW": window or 0,
         "SEGMENT": tree.SEGMENT,

@@ -20,9 +20,8 @@ from lockstep.kernels.contract import (
 from lockstep.kernels.cuda import attention as attention_ops
 from lockstep.kernels.cuda import linear as linear_ops
 from lockstep.kernels.cuda import norm as norm_ops
-from lockstep.kernels.cuda import pages
+from lockstep.kernels.cuda import pages, sampling
 from lockstep.kernels.cuda import rope as rope_ops
-from lockstep.kernels.cuda import sampling
 from lockstep.kernels.cuda.common import INTERPRETED
 
 _DTYPES = (torch.float32, torch.bfloat16)

@@ -83,6 +83,61 @@ def scale_normed(x, inverse, weight, UNIT_OFFSET: tl.constexpr, DTYPE: tl.conste
 
 
 @triton.jit
+def exact_exp(x):
+    """Exponential of float32 x by correctly rounded steps: the bits of `cpu/vec.h`.
+
+    Exactly 0 below -87.33, inf above 88.72.
+    """
+    magic = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer
+    shifted = tl.fma(x, tl.full(x.shape, 1.44269504088896341, tl.float32), magic)
+    n = shifted - magic
+    r = tl.fma(n, tl.full(x.shape, -0.693359375, tl.float32), x)
+    r = tl.fma(n, tl.full(x.shape, 2.12194440e-4, tl.float32), r)
+    p = tl.full(x.shape, 1.9875691500e-4, tl.float32)
+    p = tl.fma(p, r, 1.3981999507e-3)
+    p = tl.fma(p, r, 8.3334519073e-3)
+    p = tl.fma(p, r, 4.1665795894e-2)
+    p = tl.fma(p, r, 1.6666665459e-1)
+    p = tl.fma(p, r, 5.0000001201e-1)
+    p = tl.fma(p, r * r, r) + 1.0
+    exponent = shifted.to(tl.int32, bitcast=True) - 0x4B400000  # the bits of magic
+    y = (p.to(tl.int32, bitcast=True) + (exponent << 23)).to(tl.float32, bitcast=True)
+    y = tl.where(x < -87.33, 0.0, y)
+    y = tl.where(x > 88.72, float("inf"), y)
+    return tl.where(x != x, x, y)
+
+
+@triton.jit
+def exact_log(x):
+    """Natural logarithm of float32 x >= 0, not subnormal: the bits of `cpu/vec.h`.
+
+    The hardware's logarithm is off by 2^-22 near 1, which would decide draws.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    e = ((bits >> 23) & 0x1FF) - 126
+    m = ((bits & 0x007FFFFF) | 0x3F000000).to(tl.float32, bitcast=True)
+    small = m < 0.707106781186547524
+    e = tl.where(small, e - 1, e).to(tl.float32)
+    m = tl.where(small, m + m, m) - 1.0
+    z = m * m
+    p = tl.full(x.shape, 7.0376836292e-2, tl.float32)
+    p = tl.fma(p, m, -1.1514610310e-1)
+    p = tl.fma(p, m, 1.1676998740e-1)
+    p = tl.fma(p, m, -1.2420140846e-1)
+    p = tl.fma(p, m, 1.4249322787e-1)
+    p = tl.fma(p, m, -1.6668057665e-1)
+    p = tl.fma(p, m, 2.0000714765e-1)
+    p = tl.fma(p, m, -2.4999993993e-1)
+    p = tl.fma(p, m, 3.3333331174e-1)
+    y = m * z * p
+    y = tl.fma(e, tl.full(x.shape, -2.12194440e-4, tl.float32), y)
+    y = tl.fma(z, tl.full(x.shape, -0.5, tl.float32), y)
+    r = tl.fma(e, tl.full(x.shape, 0.693359375, tl.float32), m + y)
+    r = tl.where(x == 0.0, float("-inf"), r)
+    return tl.where((x == float("inf")) | (x != x), x, r)
+
+
+@triton.jit
 def silu(x):
     """x * sigmoid(x) of float32."""
     return tl.div_rn(x, 1.0 + tl.exp(-x))

@@ -35,7 +35,7 @@ def _tile_at(index, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def _finish(
-    acc, second, bias, residual, out, rows, columns, M, N,
+    acc, second, bias, residual, out, rows, columns, M, N: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Bias, cast, gate, residual and store of one tile of float32 accumulators."""
@@ -54,17 +54,15 @@ def _finish(
     tl.store(out + at, value, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _plain_kernel(
-    x, w, bias, residual, out, partials, M, N,
-    K: tl.constexpr, SLICE: tl.constexpr, SPLIT: tl.constexpr,
+    x, w, bias, residual, out, partials, M,
+    N: tl.constexpr, K: tl.constexpr, SLICE: tl.constexpr, SPLIT: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One program a tile (and a slice, with SPLIT). N counts output columns."""
-    row_tile, column_tile = _tile_at(
-        tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP
-    )
+    row_tile, column_tile = _tile_at(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
     part = tl.program_id(1)
     rows = row_tile * BM + tl.arange(0, BM)
     columns = column_tile * BN + tl.arange(0, BN)
@@ -93,7 +91,7 @@ def _plain_kernel(
             b = tl.load(w_at, mask=(k + inner < K)[:, None], other=0.0)
         acc = product(a, b, acc)
         if ACTIVATION:
-            up_at = w_at + N.to(tl.int64) * K
+            up_at = w_at + N * K
             if K % BK == 0:
                 c = tl.load(up_at)
             else:
@@ -126,9 +124,9 @@ def _plain_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _fold_kernel(
-    partials, bias, residual, out, M, N,
+    partials, bias, residual, out, M, N: tl.constexpr,
     SLICES: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -152,10 +150,10 @@ def _fold_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _bulk_kernel(
-    x, w, bias, residual, out, M, N,
-    K: tl.constexpr, SLICE: tl.constexpr,
+    x, w, bias, residual, out, M,
+    N: tl.constexpr, K: tl.constexpr, SLICE: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
@@ -220,6 +218,7 @@ def _launch(
     tile = tile or choose(m, n, k, x.dtype, bool(activation))
     length = tree.slice_length(k, slices)
     options = {
+        "N": n,
         "K": k,
         "SLICE": length,
         "ACTIVATION": activation,
@@ -241,19 +240,19 @@ def _launch(
         _bulk_kernel[(programs,)](
             TensorDescriptor.from_tensor(x, [tile.m, tile.k]),
             TensorDescriptor.from_tensor(weight, [tile.n, tile.k]),
-            bias, residual, out, m, n,
+            bias, residual, out, m,
             PROGRAMS=programs, FLAT=slices == 1, **options,
         )  # fmt: skip
         return out
     parts = triton.cdiv(k, length)
     split = parts > 1 and (tiles < _SPLIT_BELOW if split is None else split)
     if not split:
-        _plain_kernel[(tiles, 1)](x, weight, bias, residual, out, x, m, n, SPLIT=False, **options)
+        _plain_kernel[(tiles, 1)](x, weight, bias, residual, out, x, m, SPLIT=False, **options)
         return out
     copies = 2 if activation else 1
     partials = torch.empty(parts * copies * m * n, dtype=torch.float32, device=x.device)
     _plain_kernel[(tiles, parts)](
-        x, weight, bias, residual, out, partials, m, n, SPLIT=True, **options
+        x, weight, bias, residual, out, partials, m, SPLIT=True, **options
     )
     _fold_kernel[(m, triton.cdiv(n, 512))](
         partials, bias, residual, out, m, n,
@@ -265,9 +264,7 @@ def _launch(
 
 def _check(x: Tensor, weight: Weight, gated: bool) -> int:
     if weight.dtype != x.dtype or weight.gated != gated:
-        raise ValueError(
-            f"x is {x.dtype}, weight {weight.dtype}{' gated' if weight.gated else ''}"
-        )
+        raise ValueError(f"x is {x.dtype}, weight {weight.dtype}{' gated' if weight.gated else ''}")
     return check_rows(x, weight.k, "x")
 
 

@@ -39,14 +39,16 @@ def _rms_norm_kernel(
     v = tl.load(x + row * D + columns, mask=inside, other=0.0).to(tl.float32)
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     total = pair_sum(tl.reshape(v * v, [1, 2**LEVELS]), LEVELS)
-    inverse = tl.reshape(tl.broadcast_to(inverse_rms(total, D, eps)[:, None], [1, 2**LEVELS]), [2**LEVELS])
+    inverse = tl.reshape(
+        tl.broadcast_to(inverse_rms(total, D, eps)[:, None], [1, 2**LEVELS]), [2**LEVELS]
+    )
     y = scale_normed(v, inverse, w, UNIT_OFFSET, out.dtype.element_ty)
     if HAS_RESIDUAL:
         y = tl.load(residual + row * D + columns, mask=inside, other=0.0).to(tl.float32) + y
     tl.store(out + row * D + columns, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids"])
 def _embedding_kernel(ids, table, out, scale, K: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -14,7 +14,7 @@ from lockstep.kernels.cuda.common import LAUNCH
 _COPY_BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["pairs"])
 def _copy_pages_kernel(pool, pairs, count, page_stride, BLOCK: tl.constexpr):
     # One program owns the same stretch of every page, so the pairs' order holds.
     columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -18,7 +18,7 @@ from lockstep.kernels.cuda.common import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _write_kv_kernel(
     qkv,
     positions,

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from lockstep.kernels import tree
 from lockstep.kernels.contract import SampleBatch
-from lockstep.kernels.cuda.common import LAUNCH, check_rows, pair_sum, power_of_two
+from lockstep.kernels.cuda.common import (
+    LAUNCH,
+    check_rows,
+    exact_exp,
+    exact_log,
+    pair_sum,
+    power_of_two,
+)
 
 _BLOCK = 4096  # ids a program takes where no tree depends on it
 _SUM_BLOCKS = 4  # blocks of the log-sum-exp tree a program takes
@@ -31,7 +38,7 @@ def _block_sums_kernel(
     x = tl.load(logits + row * V + at, mask=at < V, other=float("-inf"))
     top = tl.max(x, axis=1)
     base = tl.where(top == float("-inf"), 0.0, top)
-    total = pair_sum(tl.exp(x - base[:, None]), LEVELS)
+    total = pair_sum(exact_exp(x - base[:, None]), LEVELS)
     tl.store(maxima + row * blocks + block, top, mask=block < blocks)
     tl.store(sums + row * blocks + block, total, mask=block < blocks)
 
@@ -44,8 +51,8 @@ def _fold_sums_kernel(maxima, sums, out, blocks, LEVELS: tl.constexpr):
     s = tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0)
     top = tl.max(m, axis=1)
     base = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-    total = pair_sum(s * tl.exp(m - base[:, None]), LEVELS)
-    value = tl.where(tl.abs(top) == float("inf"), top, base + tl.log(total))
+    total = pair_sum(s * exact_exp(m - base[:, None]), LEVELS)
+    value = tl.where(tl.abs(top) == float("inf"), top, base + exact_log(total))
     tl.store(out + row + tl.arange(0, 1), value)
 
 
@@ -116,24 +123,15 @@ def gumbel(ids, position, choice, seed):
     w = 1.0 - u
     d = w - 1.0
     rest = tl.where(d == 0.0, -1.0, d)
-    e = tl.where(d == 0.0, u, -(tl.log(w) * tl.div_rn(-u, rest)))
-    return -tl.log(e)
+    e = tl.where(d == 0.0, u, -(exact_log(w) * tl.div_rn(-u, rest)))
+    return -exact_log(e)
 
 
-@triton.jit
-def _gumbel_kernel(out, count, seed, choice, position, BLOCK: tl.constexpr, RAW: tl.constexpr):
-    """The random numbers of ids 0 .. count, for tests: uint32 words (RAW) or g."""
+@triton.jit(do_not_specialize_on_alignment=["seed", "choice", "position"])
+def _gumbel_kernel(out, count, seed, choice, position, BLOCK: tl.constexpr):
     ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    s = tl.load(seed)
-    c = tl.load(choice)
-    p = tl.load(position)
-    if RAW:
-        low = (s & 0xFFFFFFFF).to(tl.uint32)
-        high = ((s >> 32) & 0xFFFFFFFF).to(tl.uint32)
-        v = philox_word(ids, p, c, low, high).to(tl.int64)
-    else:
-        v = gumbel(ids, p, c, s)
-    tl.store(out + ids, v, mask=ids < count)
+    g = gumbel(ids, tl.load(position), tl.load(choice), tl.load(seed))
+    tl.store(out + ids, g, mask=ids < count)
 
 
 # --- selection ----------------------------------------------------------------
@@ -157,7 +155,7 @@ def _order(z):
 @triton.jit
 def _mass(z):
     """exp(z) in integer units of 2^-32."""
-    return (tl.exp(z) * 4294967296.0).to(tl.int64)
+    return (exact_exp(z) * 4294967296.0).to(tl.int64)
 
 
 @triton.jit
@@ -201,16 +199,12 @@ def _edge(
     high = tl.full((), 0, tl.int64)
     while low < high:
         middle = (low + high + 1) >> 1
-        weight = _weight_from(
-            logits, row, V, top, temperature, middle, key_k, id_k, BLOCK, BY_MASS
-        )
+        weight = _weight_from(logits, row, V, top, temperature, middle, key_k, id_k, BLOCK, BY_MASS)
         if weight >= target:
             low = middle
         else:
             high = middle - 1
-    before = _weight_from(
-        logits, row, V, top, temperature, low + 1, key_k, id_k, BLOCK, BY_MASS
-    )
+    before = _weight_from(logits, row, V, top, temperature, low + 1, key_k, id_k, BLOCK, BY_MASS)
     index = tl.full((), 2147483647, tl.int64)
     for start in range(0, V, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -223,7 +217,7 @@ def _edge(
     return low.to(tl.int32), index.to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps"])
 def _limits_kernel(
     logits, values, limits, maxima, temperatures, top_ks, top_ps, V, blocks,
     BLOCK: tl.constexpr, PADDED: tl.constexpr,
@@ -243,29 +237,25 @@ def _limits_kernel(
     id_p = id_k
     if (temperature > 0) & (tl.abs(top) < float("inf")):
         if (top_k > 0) & (top_k < V):
-            count = _weight_from(
-                logits, row, V, top, temperature, key_k, key_k, id_k, BLOCK, False
-            )
+            count = _weight_from(logits, row, V, top, temperature, key_k, key_k, id_k, BLOCK, False)
             if count > top_k:
                 key_k, id_k = _edge(
                     logits, row, V, top, temperature, top_k.to(tl.int64), key_k, id_k, BLOCK, False
                 )
         if top_p < 1:
-            total = _weight_from(
-                logits, row, V, top, temperature, key_p, key_k, id_k, BLOCK, True
-            )
+            total = _weight_from(logits, row, V, top, temperature, key_p, key_k, id_k, BLOCK, True)
             wanted = tl.ceil(tl.maximum(top_p, 0.0).to(tl.float64) * total.to(tl.float64))
             target = tl.maximum(wanted.to(tl.int64), 1)
-            key_p, id_p = _edge(
-                logits, row, V, top, temperature, target, key_k, id_k, BLOCK, True
-            )
+            key_p, id_p = _edge(logits, row, V, top, temperature, target, key_k, id_k, BLOCK, True)
     tl.store(limits + row * 4, key_k)
     tl.store(limits + row * 4 + 1, id_k)
     tl.store(limits + row * 4 + 2, key_p)
     tl.store(limits + row * 4 + 3, id_p)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["temperatures", "min_ps", "seeds", "choices", "positions"],
+)
 def _draw_kernel(
     logits, limits, maxima, values, ids, temperatures, min_ps, seeds, choices, positions,
     V, blocks, BLOCK: tl.constexpr,
@@ -276,7 +266,9 @@ def _draw_kernel(
     at = block * BLOCK + tl.arange(0, BLOCK)
     top = tl.load(maxima + row)
     temperature = tl.load(temperatures + row)
-    if (temperature > 0) & (tl.abs(top) < float("inf")):
+    min_p = tl.load(min_ps + row)
+    # A min_p above 1 keeps nothing, which leaves the most likely id.
+    if (temperature > 0) & (tl.abs(top) < float("inf")) & (min_p <= 1):
         z = _scaled(logits, row, at, V, top, temperature)
         key = _order(z)
         key_k = tl.load(limits + row * 4)
@@ -285,10 +277,8 @@ def _draw_kernel(
         id_p = tl.load(limits + row * 4 + 3)
         kept = (key > key_k) | ((key == key_k) & (at <= id_k))
         kept = kept & ((key > key_p) | ((key == key_p) & (at <= id_p)))
-        kept = kept & (tl.exp(z) >= tl.load(min_ps + row))
-        g = gumbel(
-            at, tl.load(positions + row), tl.load(choices + row), tl.load(seeds + row)
-        )
+        kept = kept & (exact_exp(z) >= min_p)
+        g = gumbel(at, tl.load(positions + row), tl.load(choices + row), tl.load(seeds + row))
         value = tl.where(kept, z + g, float("-inf"))
     else:
         value = tl.load(logits + row * V + at, mask=at < V, other=float("-inf"))
@@ -373,3 +363,16 @@ def sample(logits: Tensor, batch: SampleBatch) -> Tensor:
         vocab, blocks, BLOCK=_BLOCK, num_warps=8, **LAUNCH,
     )  # fmt: skip
     return _fold_best(values, ids)
+
+
+def gumbel_noise(
+    count: int, seed: int, choice: int, position: int, device: str | torch.device
+) -> Tensor:
+    """The noise that `sample` adds for ids 0 .. count - 1: float32 [count]."""
+    out = torch.empty(count, dtype=torch.float32, device=device)
+    key = torch.tensor([seed], dtype=torch.int64, device=device)
+    rest = torch.tensor([choice, position], dtype=torch.int32, device=device)
+    _gumbel_kernel[(triton.cdiv(count, 256),)](
+        out, count, key, rest[:1], rest[1:], BLOCK=256, **LAUNCH
+    )
+    return out

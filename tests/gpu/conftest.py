@@ -1,0 +1,33 @@
+"""One Triton backend and the control on the GPU; everything here skips where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.kernels.contract import Backend
+from lockstep.kernels.plain import PlainBackend
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def gpu() -> Backend:
+    from lockstep.kernels.cuda import make_backend
+
+    return make_backend("cuda")
+
+
+@pytest.fixture(scope="session")
+def control() -> Backend:
+    return PlainBackend("cuda")

@@ -1,0 +1,134 @@
+"""Paged attention on the GPU: chunks, neighbours, pages, tiles and splits move no bit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.kernels import exact, reference
+from lockstep.kernels.contract import Backend
+from tests.kernels.support import DTYPES, Sequences, same_bits
+
+SHAPES = [(9, 3, 64), (32, 8, 128), (4, 1, 256), (2, 2, 64)]
+
+
+def group_of(
+    ops: Backend, lengths: tuple[int, ...], shape: tuple[int, int, int], **options: Any
+) -> Sequences:
+    q_heads, kv_heads, head_dim = shape
+    return Sequences(ops, lengths, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 70, 600])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chunks(
+    gpu: Backend, shape: tuple[int, int, int], window: int | None, dtype: torch.dtype
+) -> None:
+    group = group_of(gpu, (1100,), shape, dtype=dtype, window=window)
+    whole = group.whole(0)
+    assert torch.isfinite(whole).all()
+    for size in (3, 64, 100, 512):
+        assert same_bits(group.in_chunks(0, size), whole), f"chunks of {size}"
+    for at in (0, 1, 62, 63, 64, 65, 511, 512, 513, 1023, 1024, 1099):
+        assert same_bits(group.launch((0, at, at + 1))[0], whole[at : at + 1]), f"decode at {at}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mixed_launches_with_strangers(
+    gpu: Backend, shape: tuple[int, int, int], window: int | None, dtype: torch.dtype
+) -> None:
+    source = random.Random(str((shape, window)))
+    lengths = tuple(source.choice([1, 5, 64, 130, 513, 700, 1500]) for _ in range(60))
+    alone = group_of(gpu, lengths, shape, dtype=dtype, window=window)
+    expected = [alone.whole(i) for i in range(len(lengths))]
+    for seed in (1, 2):
+        crowd = group_of(
+            gpu, lengths, shape, dtype=dtype, window=window, page_seed=seed,
+            page_tokens=(8, 32)[seed - 1],
+        )  # fmt: skip
+        done = [0] * len(lengths)
+        pieces: list[list[torch.Tensor]] = [[] for _ in lengths]
+        while any(a < n for a, n in zip(done, lengths, strict=True)):
+            runs = []
+            for i, n in enumerate(lengths):
+                if done[i] < n and source.random() < 0.8:
+                    size = source.choice([1, 1, 5, 33, 300, n])
+                    runs.append((i, done[i], min(done[i] + size, n)))
+            source.shuffle(runs)
+            if not runs:
+                continue
+            for (i, _, end), out in zip(runs, crowd.launch(*runs), strict=True):
+                pieces[i].append(out)
+                done[i] = end
+            if sum(done) > sum(lengths) - 300:  # the stragglers' ends in one go
+                runs = [(i, done[i], n) for i, n in enumerate(lengths) if done[i] < n]
+                for (i, _, end), out in zip(runs, crowd.launch(*runs), strict=True):
+                    pieces[i].append(out)
+                    done[i] = end
+        for i, parts in enumerate(pieces):
+            assert same_bits(torch.cat(parts), expected[i]), i
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [None, 300])
+def test_tiles_and_splits(
+    gpu: Backend, shape: tuple[int, int, int], window: int | None, dtype: torch.dtype
+) -> None:
+    from lockstep.kernels.cuda.attention import attention
+
+    group = group_of(gpu, (1300, 40, 700), shape, dtype=dtype, window=window)
+    ends = (1300, 40, 700)
+    group.launch(*((i, 0, n) for i, n in enumerate(ends)))
+    prefill = [(i, 0, n) for i, n in enumerate(ends)]
+    decode = [(i, n - 1, n) for i, n in enumerate(ends)]
+    tiles = [(16, 4, 2), (32, 4, 2), (32, 8, 1)]
+    if dtype == torch.bfloat16:
+        tiles += [(64, 4, 2), (64, 4, 3), (64, 8, 2)]
+        tiles += [(128, 8, 2)] if shape[2] < 256 else []
+    for runs in (prefill, decode):
+        batch = group.batch(runs)
+        qkv = torch.cat([group.inputs[s][b:e] for s, b, e in runs])
+        at = torch.cat([torch.arange(b, e) for _, b, e in runs]).int().cuda()
+        q = gpu.write_kv(qkv, at, group.rope, group.kv, batch, shape[0])
+        expected = gpu.attention(q, group.kv, batch, group.scale, window)
+        for lines, warps, stages in tiles:
+            if dtype == torch.float32 and lines > 16 and shape[2] > 64:
+                continue
+            for split in (False, True):
+                out = attention(
+                    q, group.kv, batch, group.scale, window,
+                    lines=lines, split=split, warps=warps, stages=stages,
+                )  # fmt: skip
+                assert same_bits(out, expected), (lines, warps, stages, split)
+
+
+@pytest.mark.parametrize("filler", [0.0, float("inf"), -1e30])
+def test_stale_values_never_enter(gpu: Backend, filler: float) -> None:
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "window": 50}
+    group = group_of(gpu, (137, 20), (9, 3, 64), **options)
+    other = group_of(gpu, (137, 20), (9, 3, 64), page_seed=5, filler=filler, **options)
+    for i in range(2):
+        assert same_bits(other.whole(i), group.whole(i))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values(
+    gpu: Backend, shape: tuple[int, int, int], window: int | None, dtype: torch.dtype
+) -> None:
+    group = group_of(gpu, (1100,), shape, dtype=dtype, window=window)
+    out = group.whole(0).cpu()
+    heads = group.inputs[0].cpu().view(1100, shape[0] + 2 * shape[1], shape[2])
+    q, k, v = heads.split([shape[0], shape[1], shape[1]], dim=1)
+    q, k = (exact.rotate(t, group.rope.cos.cpu(), group.rope.sin.cpu()) for t in (q, k))
+    expected = reference.attention64(q, k, v, 0, group.scale, window)
+    step = 2.0**-6 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(out.double(), expected, rtol=step, atol=step)
