@@ -110,20 +110,35 @@ class Sampler:
         """
         normaliser = self._backend.log_sum_exp(logits)
         at = torch.tensor(tokens, device=logits.device)[:, None]
-        own = logits.gather(1, at)
-        above = (logits > own).sum(1).tolist()
-        equal = (logits == own).sum(1).tolist()
-        logprobs = (own[:, 0] - normaliser).tolist()
-        counts = [_alternatives(params, prompt) for params in wants]
-        tops = self._tops(logits, normaliser, counts)
+        own = logits.gather(1, at)[:, 0]
+        logprobs = (own - normaliser).tolist()
+        tops = self._tops(logits, normaliser, [_alternatives(params, prompt) for params in wants])
         given = self._given(logits, normaliser, wants)
-        result = []
-        for row, token in enumerate(tokens):
-            rank = above[row] + 1
-            if equal[row] > 1:
-                rank += int((logits[row, :token] == own[row]).sum())
-            result.append(TokenLogprob(token, logprobs[row], rank, tops[row], given[row]))
-        return result
+        ranks = self._ranks(logits, own, tokens, tops)
+        return list(map(TokenLogprob, tokens, logprobs, ranks, tops, given))
+
+    @staticmethod
+    def _ranks(
+        logits: Tensor,
+        own: Tensor,
+        tokens: Sequence[int],
+        tops: Sequence[tuple[tuple[int, float], ...]],
+    ) -> list[int]:
+        """Each id's rank; counted over the vocabulary only where `tops` does not show it."""
+        ranks = [
+            next((place for place, (i, _) in enumerate(top, 1) if i == token), 0)
+            for token, top in zip(tokens, tops, strict=True)
+        ]
+        unseen = [row for row, rank in enumerate(ranks) if rank == 0]
+        if unseen:
+            rows = _select(logits, unseen, copy=False)
+            value = own[unseen][:, None]
+            above, equal = (rows > value).sum(1).tolist(), (rows == value).sum(1).tolist()
+            for place, row in enumerate(unseen):
+                ranks[row] = above[place] + 1
+                if equal[place] > 1:
+                    ranks[row] += int((rows[place, : tokens[row]] == value[place]).sum())
+        return ranks
 
     def score_processed(
         self,
@@ -251,16 +266,22 @@ def truncate(row: Tensor, params: SamplingParams, token: int) -> None:
     """
     values = row.cpu().numpy().astype(np.float64)
     scaled = (values - values.max()) / params.temperature
-    order = np.argsort(-scaled, kind="stable")
-    if 0 < params.top_k < len(order):
-        order = order[: params.top_k]
-    weights = np.exp(scaled[order])
+    ids = np.arange(len(scaled))
+    if 0 < params.top_k < len(scaled):
+        cut = len(scaled) - params.top_k
+        ids = np.flatnonzero(scaled >= np.partition(scaled, cut)[cut])
+        ids = ids[np.argsort(-scaled[ids], kind="stable")][: params.top_k]
+    weights = np.exp(scaled[ids])
     probabilities = weights / weights.sum()
     if params.top_p < 1.0:
-        keep = int(np.searchsorted(np.cumsum(probabilities), params.top_p)) + 1
-        order, probabilities = order[:keep], probabilities[:keep]
-    order = order[probabilities >= params.min_p * probabilities[0]]
+        # Ids below this probability weigh less than 1 - top_p together: none is needed.
+        likely = np.flatnonzero(probabilities >= (1.0 - params.top_p) / len(ids))
+        likely = likely[np.argsort(-probabilities[likely], kind="stable")]
+        reached = np.searchsorted(np.cumsum(probabilities[likely]), params.top_p)
+        likely = likely[: int(reached) + 1]
+        ids, probabilities = ids[likely], probabilities[likely]
+    ids = ids[probabilities >= params.min_p * probabilities.max(initial=0.0)]
     kept = np.full(len(values), -np.inf, np.float32)
-    order = np.append(order, token)
-    kept[order] = scaled[order]
+    ids = np.append(ids, token)
+    kept[ids] = scaled[ids]
     row.copy_(torch.from_numpy(kept))

@@ -15,7 +15,7 @@ from torch import Tensor
 from lockstep.kernels.cpu import make_backend
 from lockstep.runner.penalties import TokenCounts
 from lockstep.runner.plan import SampleSpec
-from lockstep.runner.sampler import Sampler
+from lockstep.runner.sampler import Sampler, truncate
 from lockstep.types import SamplingParams
 
 VOCAB = 1500  # more than one block of the vocabulary tree
@@ -236,3 +236,30 @@ def test_a_forgotten_sequence_is_counted_again() -> None:
     for other in range(2, 1100):
         sampler.draw(logits.clone(), [one], [other])
     assert sampler.draw(logits.clone(), [one], [1]) == first
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([0, 1, 3, 40, 300, 5000]),
+    st.sampled_from([0.0, 0.2, 0.9, 0.999, 1.0]),
+    st.sampled_from([0.0, 0.05, 1.0]),
+    st.sampled_from([0.3, 1.0, 8.0]),
+)
+def test_truncation_equals_its_definition(
+    seed: int, top_k: int, top_p: float, min_p: float, temperature: float
+) -> None:
+    """Against a plain sort of the whole row, on logits with many ties."""
+    row = random_logits(1, seed).mul(4).round().div(4)[0]
+    scaled = (row.double() - row.double().max()) / temperature
+    order = sorted(range(VOCAB), key=lambda i: (-float(scaled[i]), i))[: top_k or VOCAB]
+    chances = scaled[order].exp() / scaled[order].exp().sum()
+    reached = int((chances.cumsum(0) < top_p).sum()) + 1 if top_p < 1 else len(order)
+    expected = {
+        i for i, p in zip(order[:reached], chances, strict=False) if p >= min_p * chances[0]
+    }
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    truncate(row, params, order[0])
+    found = set(torch.isfinite(row).nonzero()[:, 0].tolist())
+    # Sums of float64 in another order may put one id on either side of the border.
+    assert len(found ^ expected) <= (1 if top_p < 1 else 0)
