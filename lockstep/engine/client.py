@@ -20,6 +20,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -334,7 +335,10 @@ class EngineClient:
     async def _supervise(self) -> None:
         """Read until the process dies, fail what was in flight, start it again; for ever."""
         while True:
-            reason = await self._read_until_death()
+            try:
+                reason = await self._read_until_death()
+            except msgspec.DecodeError as error:
+                reason = f"the engine process sent what cannot be read: {error}"
             self.state = EngineState.RESTARTING
             self.stats = EngineStats()
             log.error("%s; restarting it", reason)

@@ -13,7 +13,14 @@ from starlette.responses import Response
 from lockstep.async_llm import AnswerStream
 from lockstep.outputs import Delta
 from lockstep.server import logprobs, replies
-from lockstep.server.generation import Counter, Envelope, Service, build_requests, service_of
+from lockstep.server.generation import (
+    Counter,
+    Envelope,
+    Service,
+    build_requests,
+    off_loop,
+    service_of,
+)
 from lockstep.server.protocol import ChatBody
 from lockstep.server.sse import EventStream, merge, until_disconnect
 
@@ -57,7 +64,11 @@ class _Call:
         service.check_model(body.model)
         params = body.sampling()
         envelope = Envelope.new(service, "chatcmpl")
-        ids = service.llm.builder.encode_chat(body.conversation(), body.chat_template_kwargs)
+        builder, messages = service.llm.builder, body.conversation()
+        ids = await off_loop(
+            lambda: builder.encode_chat(messages, body.chat_template_kwargs),
+            sum(len(message["content"]) for message in messages),
+        )
         requests = build_requests(
             service, envelope, [ids], params, priority=body.priority, field="messages"
         )

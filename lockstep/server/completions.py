@@ -18,6 +18,7 @@ from lockstep.server.generation import (
     Envelope,
     Service,
     build_requests,
+    off_loop,
     service_of,
 )
 from lockstep.server.protocol import CompletionBody
@@ -71,7 +72,10 @@ class _Call:
         params = body.sampling()
         prompts = body.prompts()
         envelope = Envelope.new(service, "cmpl")
-        ids = [service.llm.builder.encode(prompt) for prompt in prompts]
+        builder = service.llm.builder
+        ids = await off_loop(
+            lambda: [builder.encode(prompt) for prompt in prompts], sum(map(len, prompts))
+        )
         requests = build_requests(
             service, envelope, ids, params, priority=body.priority, field="prompt"
         )

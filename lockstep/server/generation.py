@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fastapi import Request as HTTPRequest
 
@@ -15,6 +17,9 @@ from lockstep.outputs import Delta
 from lockstep.server.errors import UnknownModel
 from lockstep.server.replies import PromptTokensDetails, Usage
 from lockstep.types import Request, SamplingParams
+
+T = TypeVar("T")
+LONG_TEXT = 50_000  # characters; about ten milliseconds of tokenising
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,11 @@ class Envelope:
             model=service.model_name,
             fingerprint=service.llm.info.fingerprint,
         )
+
+
+async def off_loop(work: Callable[[], T], characters: int) -> T:
+    """Run text work; in a thread when the text is long, so that other clients do not wait."""
+    return await asyncio.to_thread(work) if characters > LONG_TEXT else work()
 
 
 def build_requests(

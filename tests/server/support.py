@@ -57,6 +57,7 @@ def make_engine(config: EngineConfig, progress: Callable[[str, float], None]) ->
     if "raises" in name:
         raise RuntimeError("no such device")
     if "dies" in name:
+        time.sleep(0.3)  # what was sent before a death is only read if it got away
         os.kill(os.getpid(), signal.SIGKILL)
     executor = FakeExecutor(
         vocab_size=49152,
