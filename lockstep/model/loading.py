@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -120,6 +121,10 @@ class WeightLoader:
         return self._source.tensor(name)
 
     def _packed(self, weight: Weight) -> Weight:
+        # A backend whose layout is the plain matrix may have kept the workspace itself.
+        workspace = self._scratch.untyped_storage().data_ptr()
+        if weight.data.untyped_storage().data_ptr() == workspace:
+            weight = replace(weight, data=weight.data.clone())
         self._count(weight.data)
         return weight
 
