@@ -36,27 +36,31 @@ SHARED_BYTES = 227 << 10
 
 def candidates(limit: int, gated: bool) -> Iterator[Tile]:
     """Tiles worth trying for a bucket, within the shared memory of a multiprocessor."""
+    grid: list[tuple[int, int, int, int, int, bool]] = []
+
+    def add(*axes: tuple[object, ...]) -> None:
+        grid.extend(itertools.product(*axes))  # type: ignore[arg-type]
+
     if limit <= 16:
-        grid = itertools.product((16,), (16, 32, 64), (64, 128, 256), (4,), (3, 4, 6))
+        add((16,), (16, 32, 64), (128, 256), (4,), (4, 6), (False,))
+        add((16,), (32, 64), (128, 256), (4,), (4,), (True,))
     elif limit <= 32:
-        grid = itertools.product((16, 32), (32, 64), (64, 128, 256), (4,), (3, 4, 5))
+        add((32,), (32, 64), (128,), (4,), (3, 5), (False, True))
+        add((16,), (64,), (128,), (4,), (4,), (False,))
     elif limit <= 64:
-        grid = itertools.product((32, 64), (32, 64, 128), (64, 128), (4,), (3, 4, 5))
+        add((64,), (32, 64, 128), (64, 128), (4,), (3, 4), (False,))
+        add((64,), (64, 128), (64, 128), (4,), (4,), (True,))
     elif limit <= 256:
-        grid = itertools.product((64, 128), (32, 64, 128), (64, 128), (4, 8), (3, 4))
+        add((64, 128), (64, 128), (64,), (4,), (3, 5), (False,))
+        add((64, 128), (64, 128), (64,), (4,), (4,), (True,))
+        add((128,), (128,), (64,), (8,), (4,), (False, True))
+        add((128,), (64,), (128,), (4,), (3,), (False, True))
     else:
-        grid = itertools.product((128,), (128, 256), (64,), (8,), (3, 4))
-    for m, n, k, warps, stages in grid:
+        add((128,), (128, 256), (64,), (8,), (3, 4), (True,))
+    for m, n, k, warps, stages, bulk in grid:
         both = 2 if gated else 1
-        if (m + both * n) * k * 2 * (stages - 1) > SHARED_BYTES - 16384:
-            continue
-        if m * n * both > 128 * 256 or (m * n * both < 64 * 64 and warps == 8):
-            continue
-        for bulk in (False, True):
-            if limit > 512 and not bulk:
-                continue
-            if limit <= 16 and bulk and k == 64:
-                continue
+        fits = (m + both * n) * k * 2 * (stages - 1) <= SHARED_BYTES - 16384
+        if fits and m * n * both <= 128 * 256:
             yield Tile(m, n, k, warps, stages, bulk)
 
 

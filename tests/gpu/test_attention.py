@@ -68,7 +68,8 @@ def test_mixed_launches_with_strangers(
                 done[i] = end
             if sum(done) > sum(lengths) - 300:  # the stragglers' ends in one go
                 runs = [(i, done[i], n) for i, n in enumerate(lengths) if done[i] < n]
-                for (i, _, end), out in zip(runs, crowd.launch(*runs), strict=True):
+                outs = crowd.launch(*runs) if runs else []
+                for (i, _, end), out in zip(runs, outs, strict=True):
                     pieces[i].append(out)
                     done[i] = end
         for i, parts in enumerate(pieces):

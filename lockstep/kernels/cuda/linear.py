@@ -7,6 +7,8 @@ or bulk copies, and slices in sequence or in parallel do not enter it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,9 @@ from lockstep.kernels.cuda.tuning import Tile, choose
 _ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
 # Programs that fill the device: below it, slices run in parallel.
 _SPLIT_BELOW = 264
+# Elements of a tile that is stored in float32 from a bfloat16 product: it goes through
+# shared memory beside the pipeline's stages.
+_WIDEST_FLOAT32 = 128 * 128
 
 
 @triton.jit
@@ -215,7 +220,10 @@ def _launch(
     n = out.shape[1]
     if not m:
         return out
-    tile = tile or choose(m, n, k, x.dtype, bool(activation))
+    if tile is None:
+        tile = choose(m, n, k, x.dtype, bool(activation))
+        if out.dtype != x.dtype and tile.m * tile.n > _WIDEST_FLOAT32:
+            tile = replace(tile, n=_WIDEST_FLOAT32 // tile.m)
     length = tree.slice_length(k, slices)
     options = {
         "N": n,
