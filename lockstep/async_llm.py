@@ -149,7 +149,9 @@ class AsyncLLM:
     @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise EngineUnavailable("the engine has not started")
+            raise EngineUnavailable(
+                "the engine is not started yet", retry_after=self._client.retry_after
+            )
         return self._tokenizer
 
     @property

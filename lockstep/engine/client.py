@@ -66,7 +66,7 @@ class EngineStartError(LockstepError):
 class EngineState(StrEnum):
     """Where the engine process stands."""
 
-    NEW = "new"
+    NEW = "not started yet"
     STARTING = "starting"
     READY = "ready"
     RESTARTING = "restarting"
@@ -118,7 +118,7 @@ class EngineClient:
     def info(self) -> EngineInfo:
         """What the engine said about itself when it was last ready."""
         if self._info is None:
-            raise EngineUnavailable("the engine has not started")
+            raise EngineUnavailable("the engine is not started yet", retry_after=self.retry_after)
         return self._info
 
     @property

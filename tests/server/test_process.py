@@ -13,9 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from lockstep.async_llm import AsyncLLM
 from lockstep.config import ConfigError
 from lockstep.engine.client import EngineStartError, EngineState, EngineUnavailable
 from lockstep.llm import GenerationError
+from lockstep.server import create_app
 from lockstep.types import FinishReason, ModelError, RequestError, SamplingParams
 from tests.server.support import ServerThread, alive, fake_client, fake_llm, wait_until
 
@@ -221,6 +223,24 @@ def test_the_server_says_503_while_the_engine_is_away() -> None:
         wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
         back = httpx.post(f"{server.url}/v1/completions", json={**ask, "prompt": "back"})
         assert back.json()["choices"][0]["text"] == "back"
+
+
+async def test_before_the_engine_is_ready_every_route_says_503() -> None:
+    app = create_app(AsyncLLM.from_client(fake_client()))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        chat = {"model": "parrot", "messages": [{"role": "user", "content": "x"}]}
+        replies = [
+            await http.get("/health"),
+            await http.get("/stats"),
+            await http.get("/v1/models"),
+            await http.post("/v1/completions", json={"model": "parrot", "prompt": "x"}),
+            await http.post("/v1/chat/completions", json=chat),
+        ]
+    for reply in replies:
+        assert reply.status_code == 503
+        assert int(reply.headers["retry-after"]) >= 1
+        assert "not started yet" in reply.json()["error"]["message"]
 
 
 def test_the_server_process_imports_no_torch(repository: Path) -> None:
