@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lockstep.types import LockstepError
@@ -17,6 +17,28 @@ def _at_least(name: str, value: int, low: int) -> None:
         raise ConfigError(f"{name} must be at least {low}, got {value}")
 
 
+# By kind of device: a GPU wants thousands of rows a step to be busy, and has the memory.
+DEFAULTS: dict[str, dict[str, int]] = {
+    "cpu": {
+        "page_tokens": 16,
+        "max_step_tokens": 512,
+        "max_sequences": 64,
+        "max_chunk_tokens": 256,
+    },
+    "cuda": {
+        "page_tokens": 32,
+        "max_step_tokens": 8192,
+        "max_sequences": 256,
+        "max_chunk_tokens": 4096,
+    },
+}
+
+
+def _defaults(device: str) -> dict[str, int]:
+    """Defaults of a device such as "cpu", "cuda" or "cuda:1"; of the CPU where unknown."""
+    return DEFAULTS.get(device.partition(":")[0], DEFAULTS["cpu"])
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """What to load and where to put it.
@@ -29,6 +51,8 @@ class ModelOptions:
         backend: kernels to use; "auto" takes Triton on CUDA and the native form on a CPU
             ("torch" on a CPU without a C++ compiler).
         threads: CPU threads of the engine; 0 means all cores this process may use.
+        cuda_graphs: replay captured decode steps on CUDA. They have the same bits; without
+            them every kernel of a step is launched from Python.
     """
 
     name: str = "smollm2"
@@ -36,6 +60,7 @@ class ModelOptions:
     device: str = "auto"
     backend: Literal["auto", "native", "torch", "triton"] = "auto"
     threads: int = 0
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         _at_least("threads", self.threads, 0)
@@ -47,22 +72,27 @@ class CacheConfig:
 
     Attributes:
         page_tokens: tokens a page; divides the attention block (`kernels.tree.BLOCK`).
+            0 takes the device's default: 16 on a CPU, 32 on CUDA.
         memory_bytes: bytes of the pool; 0 means sized by the runner from free memory.
         prefix_caching: keep finished sequences' pages for reuse.
     """
 
-    page_tokens: int = 16
+    page_tokens: int = 0
     memory_bytes: int = 0
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        _at_least("page_tokens", self.page_tokens, 1)
+        _at_least("page_tokens", self.page_tokens, 0)
         _at_least("memory_bytes", self.memory_bytes, 0)
+
+    def resolved(self, device: str) -> CacheConfig:
+        """The same with the device's defaults in place of zeros."""
+        return replace(self, page_tokens=self.page_tokens or _defaults(device)["page_tokens"])
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """How steps are filled.
+    """How steps are filled. A budget of 0 takes the device's default (`DEFAULTS`).
 
     Attributes:
         max_step_tokens: token budget of one step, over all sequences.
@@ -71,20 +101,33 @@ class SchedulerConfig:
             others are running (keeps a long prompt from starving them).
         max_context: most tokens (prompt plus output) of a sequence; 0 means the model's own.
         max_queue: waiting requests beyond which a submit is refused; 0 means no limit.
+        overlap: plan the next step while the device computes this one, where it can. The
+            plain loop gives the same bits.
     """
 
-    max_step_tokens: int = 512
-    max_sequences: int = 64
-    max_chunk_tokens: int = 256
+    max_step_tokens: int = 0
+    max_sequences: int = 0
+    max_chunk_tokens: int = 0
     max_context: int = 0
     max_queue: int = 0
+    overlap: bool = True
 
     def __post_init__(self) -> None:
-        _at_least("max_step_tokens", self.max_step_tokens, 1)
-        _at_least("max_sequences", self.max_sequences, 1)
-        _at_least("max_chunk_tokens", self.max_chunk_tokens, 1)
+        _at_least("max_step_tokens", self.max_step_tokens, 0)
+        _at_least("max_sequences", self.max_sequences, 0)
+        _at_least("max_chunk_tokens", self.max_chunk_tokens, 0)
         _at_least("max_context", self.max_context, 0)
         _at_least("max_queue", self.max_queue, 0)
+
+    def resolved(self, device: str) -> SchedulerConfig:
+        """The same with the device's defaults in place of zeros."""
+        defaults = _defaults(device)
+        return replace(
+            self,
+            max_step_tokens=self.max_step_tokens or defaults["max_step_tokens"],
+            max_sequences=self.max_sequences or defaults["max_sequences"],
+            max_chunk_tokens=self.max_chunk_tokens or defaults["max_chunk_tokens"],
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ class EngineSettings(TypedDict, total=False):
     device: str
     backend: Literal["auto", "native", "torch", "triton"]
     threads: int
+    cuda_graphs: bool
     page_tokens: int
     cache_bytes: int
     prefix_caching: bool
@@ -25,10 +26,11 @@ class EngineSettings(TypedDict, total=False):
     max_chunk_tokens: int
     max_context: int
     max_queue: int
+    overlap: bool
 
 
 _ROOMS: dict[str, tuple[str, str]] = {
-    **{name: ("model", name) for name in ("dtype", "device", "backend", "threads")},
+    **{name: ("model", name) for name in ("dtype", "device", "backend", "threads", "cuda_graphs")},
     "page_tokens": ("cache", "page_tokens"),
     "cache_bytes": ("cache", "memory_bytes"),
     "prefix_caching": ("cache", "prefix_caching"),
@@ -40,6 +42,7 @@ _ROOMS: dict[str, tuple[str, str]] = {
             "max_chunk_tokens",
             "max_context",
             "max_queue",
+            "overlap",
         )
     },
 }

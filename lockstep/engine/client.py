@@ -225,8 +225,9 @@ class EngineClient:
 
         At most `max_sequences` of the live requests run, so the others wait.
         """
-        limit = self.config.scheduler.max_queue
-        if limit and len(self._queues) >= limit + self.config.scheduler.max_sequences:
+        scheduler = self.config.scheduler.resolved(self._info.device if self._info else "cpu")
+        limit = scheduler.max_queue
+        if limit and len(self._queues) >= limit + scheduler.max_sequences:
             raise RequestError(
                 f"the queue is full: {limit} requests are waiting", code="queue_full"
             )

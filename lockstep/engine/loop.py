@@ -39,6 +39,7 @@ class Engine:
                 f"max_context ({scheduler_config.max_context}) exceeds what model and pool hold "
                 f"({executor.max_context})"
             )
+        scheduler_config = scheduler_config.resolved(info.device if info is not None else "cpu")
         self._executor: Executor | None = executor
         self._vocab_size = executor.vocab_size
         self._max_queue = scheduler_config.max_queue

@@ -110,7 +110,7 @@ class Scheduler:
         self, cache: PrefixCache, config: SchedulerConfig, layers: tuple[int, int], model: str
     ) -> None:
         self.cache = cache
-        self.config = config
+        self.config = config.resolved("cpu")  # of what the caller left open
         self.layers = layers
         self.model = model
         self.running: list[Sequence] = []  # by rank

@@ -17,13 +17,16 @@ from pathlib import Path
 import torch
 
 from lockstep.config import ConfigError
-from lockstep.types import LayerGroup
+from lockstep.runner.plan import Plan, SampleSpec, TokenRun
+from lockstep.types import LayerGroup, SamplingParams
 
 _MIB = 1024 * 1024
 _ALIGN = 64  # elements; pages start on cache lines and on 16-byte boundaries
 _MAX_WASTE = 0.03
 _CPU_DEFAULT = 512 * _MIB  # touched as it fills: an idle engine does not hold it
-_CUDA_RESERVE = 1024 * _MIB  # activations, logits, the allocator's own slack
+# What steps may take beside what the largest ones have taken already: the allocator's
+# fragments and rounding, kernels loaded later, scratch of long contexts.
+_CUDA_RESERVE = 2048 * _MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +125,53 @@ def _choose_slab(pages: Sequence[int]) -> tuple[int, list[int]]:
     return best[1], best[2]
 
 
+def largest_steps(
+    geometry: PoolGeometry,
+    num_layers: int,
+    max_context: int,
+    step_tokens: int,
+    max_sequences: int,
+) -> tuple[Plan, Plan]:
+    """Two steps that need the most memory: a prompt of every row scored, and as many runs as
+    there can be, all drawn from with logprobs. All rows share one page of each group, whose
+    contents are worthless afterwards."""
+    pages = [index * per_slab for index, per_slab in enumerate(geometry.pages_per_slab)]
+    reports = SamplingParams(temperature=1.0, top_p=0.9, logprobs=20, prompt_logprobs=20)
+
+    def run(number: int, length: int, scored: bool) -> TokenRun:
+        columns = -(-length // geometry.page_tokens)
+        return TokenRun(
+            number,
+            0,
+            (0,) * length,
+            tuple((page,) * columns for page in pages),
+            (0, num_layers),
+            logits=length if scored else 1,
+            prompt_targets=(0,) * length if scored else (),
+            sample=None if scored else SampleSpec(reports, 0, 0, 0, (0,) * length, length),
+            prompt_params=reports if scored else None,
+        )
+
+    lengths = [max_context] * (step_tokens // max_context)
+    if step_tokens % max_context:
+        lengths.append(step_tokens % max_context)
+    scored = tuple(run(i, length, True) for i, length in enumerate(lengths))
+    runs = min(max_sequences, step_tokens)
+    share = min(max_context, step_tokens // runs)
+    return Plan(0, scored), Plan(0, tuple(run(i, share, False) for i in range(runs)))
+
+
 def default_pool_bytes(device: torch.device) -> int:
     """Bytes of the pool when the configuration names none.
 
     On a CPU 512 MiB or half of the free memory, whichever is less; the system hands
-    pages over as they are first written. On CUDA what is free now, less 1 GiB and a
-    tenth for activations.
+    pages over as they are first written. On CUDA what the device has free now, less
+    2 GiB or a quarter, whichever is less: run the largest steps before, so that the
+    allocator holds their activations already.
     """
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
-        return max(int(free * 0.9) - _CUDA_RESERVE, 0)
+        return free - min(_CUDA_RESERVE, free // 4)
     return min(_CPU_DEFAULT, _free_memory() // 2)
 
 

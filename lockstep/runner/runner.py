@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,15 +17,18 @@ from lockstep.kernels.contract import Backend, KVLayer
 from lockstep.model import DecoderModel, ForwardStep, load_model
 from lockstep.model.base import model_dtype
 from lockstep.runner.batch import BatchBuilder, StepBatch
-from lockstep.runner.memory import default_pool_bytes, plan_pool
-from lockstep.runner.plan import PageCopy, Plan, RunResult, SampleSpec, StepResult
-from lockstep.runner.sampler import Draw, Sampler
-from lockstep.types import EngineInfo, SamplingParams, TokenLogprob
+from lockstep.runner.graphs import Capture, CudaCapture, DecodeGraphs
+from lockstep.runner.memory import default_pool_bytes, largest_steps, plan_pool
+from lockstep.runner.penalties import is_plain
+from lockstep.runner.pending import NOT_FINITE, DoneStep, DrawnStep, finite_rows, unsound_runs
+from lockstep.runner.plan import PageCopy, Pending, Plan, RunResult, SampleSpec, StepResult
+from lockstep.runner.sampler import Draw, Sampler, wants_logprob
+from lockstep.types import EngineInfo, LayerGroup, SamplingParams, TokenLogprob
 from lockstep.weights import open_checkpoint
 
 _MIB = 1024 * 1024
 _LOGIT_BYTES = {"cpu": 64 * _MIB, "cuda": 512 * _MIB}  # of one chunk of rows
-_NOT_FINITE = "the model's hidden states are not finite numbers"
+_GRAPH_BYTES = 1024 * _MIB  # of device memory for captured decode steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +64,15 @@ class Runner:
 
     Args:
         page_tokens: tokens a page.
-        memory_bytes: bytes of the pool; 0 is `memory.default_pool_bytes`.
+        memory_bytes: bytes of the pool; 0 is `memory.default_pool_bytes`. On CUDA that is
+            measured after the largest steps have run, so that no later step runs out.
         num_slabs: slabs of the pool instead, where not 0.
         max_context: most tokens of a sequence; 0 means the model's own limit.
         step_tokens: most rows of one sequence in one step (sliding windows keep that
             much more than their window).
+        max_sequences: most runs of a step.
+        graphs: replay decode-only steps as CUDA graphs; see `graphs.DecodeGraphs`.
+        capture: how a step is captured where that is not CUDA's way (tests).
 
     Raises:
         ConfigError: the pool cannot hold one page of every layer group.
@@ -81,6 +88,9 @@ class Runner:
         num_slabs: int = 0,
         max_context: int = 0,
         step_tokens: int = 512,
+        max_sequences: int = 64,
+        graphs: bool = True,
+        capture: Capture | None = None,
         identity: Identity | None = None,
     ) -> None:
         self.model = model
@@ -90,27 +100,66 @@ class Runner:
         self.vocab_size = model.vocab_size
         self.page_tokens = page_tokens
         self.identity = identity or Identity()
-        size = torch.empty((), dtype=model.dtype).element_size()
-        budget = memory_bytes or default_pool_bytes(backend.device)
-        if num_slabs:
-            least = len(self.groups)
-            slab = plan_pool(self.groups, page_tokens, 2**62).slab
-            budget = max(num_slabs, least) * slab * size
-        self._pool_shape = plan_pool(self.groups, page_tokens, budget // size)
-        self.num_slabs = self._pool_shape.num_slabs
-        self.pages_per_slab = self._pool_shape.pages_per_slab
-        limit = min(max_context or model.max_context, model.max_context)
-        self.max_context = self._pool_shape.longest_sequence(self.groups, limit, step_tokens)
-        if self.max_context < 1:
-            raise ConfigError(f"memory_bytes ({budget}) holds not one page of every layer group")
-        self.pool_bytes = self._pool_shape.elements * size
-        self._pool = torch.empty(
-            self._pool_shape.elements, dtype=model.dtype, device=backend.device
-        )
-        self._kv = self._layer_views()
+        self.asynchronous = backend.device.type == "cuda"
         self._builder = BatchBuilder(self.num_layers, len(self.groups), page_tokens, backend.device)
         self._sampler = Sampler(backend, self.vocab_size)
         self._chunk_rows = max(16, _LOGIT_BYTES[backend.kind] // (4 * self.vocab_size))
+        self._graphs: DecodeGraphs | None = None
+        limit = min(max_context or model.max_context, model.max_context)
+        size = torch.empty((), dtype=model.dtype).element_size()
+        slab = plan_pool(self.groups, page_tokens, 2**62).slab
+        budget = memory_bytes
+        if num_slabs:
+            budget = max(num_slabs, len(self.groups)) * slab * size
+        elif not budget:
+            if backend.device.type == "cuda":
+                self._lay_out(slab * len(self.groups))
+                self._run_largest(limit, step_tokens, max_sequences)
+            wanted = capture is not None or (graphs and self.asynchronous)
+            budget = default_pool_bytes(backend.device) - (_GRAPH_BYTES if wanted else 0)
+        self._lay_out(budget // size)
+        self.pool_bytes = self._pool_shape.elements * size
+        self.max_context = self._pool_shape.longest_sequence(self.groups, limit, step_tokens)
+        if self.max_context < 1:
+            raise ConfigError(f"memory_bytes ({budget}) holds not one page of every layer group")
+        if capture is None and graphs and self.asynchronous:
+            capture = CudaCapture(backend.device)
+        if capture is not None:
+            self._graphs = DecodeGraphs(
+                self._trunk,
+                num_layers=self.num_layers,
+                num_groups=len(self.groups),
+                page_tokens=page_tokens,
+                max_context=self.max_context,
+                max_rows=max_sequences,
+                device=backend.device,
+                budget=_GRAPH_BYTES,
+                capture=capture,
+            )
+
+    def _lay_out(self, elements: int) -> None:
+        """Make a pool of at most that many elements, in place of the one before."""
+        self._pool = torch.empty(0)
+        self._pool_shape = plan_pool(self.groups, self.page_tokens, elements)
+        self.num_slabs = self._pool_shape.num_slabs
+        self.pages_per_slab = self._pool_shape.pages_per_slab
+        self._pool = torch.empty(
+            self._pool_shape.elements, dtype=self.model.dtype, device=self.backend.device
+        )
+        self._kv = self._layer_views()
+
+    def _run_largest(self, max_context: int, step_tokens: int, max_sequences: int) -> None:
+        """Let the allocator take what the largest steps need, before the pool takes the rest."""
+        shape = (max_context, step_tokens, max_sequences)
+        for plan in largest_steps(self._pool_shape, self.num_layers, *shape):
+            self.execute(plan)
+        torch.cuda.synchronize(self.backend.device)
+
+    @torch.inference_mode()
+    def warm_up(self, progress: Callable[[str, float], None] | None = None) -> None:
+        """Compile and capture decode steps now, not under the first requests."""
+        if self._graphs is not None:
+            self._graphs.warm(progress)
 
     def _layer_views(self) -> tuple[KVLayer, ...]:
         views: dict[int, KVLayer] = {}
@@ -129,25 +178,49 @@ class Runner:
 
     # --- one step ------------------------------------------------------------
 
-    @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
         """Copies, then one forward pass, then only the rows that need logits.
 
         Raises:
             ValueError: a plan that makes no sense.
         """
-        with quiet_torch(self.backend):
-            return self._execute(plan)
+        return self.launch(plan).wait()
 
-    def _execute(self, plan: Plan) -> StepResult:
+    @torch.inference_mode()
+    def launch(self, plan: Plan, after: Pending | None = None) -> Pending:
+        """As `execute`, but on CUDA it returns while the device computes, where no run of the
+        plan reports logprobs or changes its logits.
+
+        Args:
+            after: the step before, where the plan continues it.
+
+        Raises:
+            ValueError: a plan that makes no sense.
+        """
+        before = None
+        if plan.continues:
+            if not isinstance(after, DrawnStep):
+                raise ValueError("the plan continues a step whose draws are not on the device")
+            before = after
+        with quiet_torch(self.backend):
+            return self._launch(plan, before)
+
+    def _launch(self, plan: Plan, after: DrawnStep | None) -> Pending:
         self._copy_pages(plan.copies)
         if not plan.runs:
-            return StepResult(plan.step)
+            return DoneStep(StepResult(plan.step))
+        ids = None if after is None else after.ids
+        captured = None if self._graphs is None else self._graphs.run(plan, ids)
+        if captured is not None:
+            batch = StepBatch(captured, (), tuple((i, i + 1) for i in range(len(plan.runs))))
+            return self._finish(plan, batch, captured, after)
         batch = self._builder.build(plan)
+        if ids is not None:
+            batch = replace(batch, ids=ids)
         exits = self._forward(batch)
         if exits is None:
-            return StepResult(plan.step, tuple(RunResult() for _ in plan.runs))
-        return self._finish(plan, batch, exits)
+            return DoneStep(StepResult(plan.step, tuple(RunResult() for _ in plan.runs)))
+        return self._finish(plan, batch, exits, after)
 
     @torch.inference_mode()
     def logits(self, plan: Plan) -> list[Tensor]:
@@ -188,16 +261,29 @@ class Runner:
             return None
         return self.model.final_norm(exits[0] if len(exits) == 1 else torch.cat(exits))
 
-    def _finish(self, plan: Plan, batch: StepBatch, exits: Tensor) -> StepResult:
+    def _trunk(self, batch: StepBatch) -> Tensor:
+        """`_forward` of a batch of which every row needs logits."""
+        exits = self._forward(batch)
+        assert exits is not None
+        return exits
+
+    def _finish(
+        self, plan: Plan, batch: StepBatch, exits: Tensor, after: DrawnStep | None
+    ) -> Pending:
+        if self._only_draws(plan):
+            return self._draw_all(plan, exits, after)
+        if after is not None:
+            raise ValueError("a run of a plan that continues another reports or needs a history")
         rows = _rows_of(plan, batch)
         draws: dict[int, Draw] = {}
         scores: dict[int, list[TokenLogprob]] = {}
+        finite = finite_rows(exits)
         for begin in range(0, len(rows), self._chunk_rows):
             chunk = rows[begin : begin + self._chunk_rows]
             logits = self.model.head(exits[begin : begin + self._chunk_rows])
             self._score_targets(logits, chunk, scores)
             self._draw_tokens(logits, plan, chunk, draws)
-        bad = self._bad_runs(rows, exits)
+        bad = unsound_runs([row.run for row in rows], finite)
         results = []
         for index in range(len(plan.runs)):
             drawn = draws.get(index)
@@ -206,10 +292,32 @@ class Runner:
                     None if drawn is None else drawn.token,
                     None if drawn is None else drawn.logprob,
                     tuple(scores.get(index, ())),
-                    _NOT_FINITE if index in bad else "",
+                    NOT_FINITE if index in bad else "",
                 )
             )
-        return StepResult(plan.step, tuple(results))
+        return DoneStep(StepResult(plan.step, tuple(results)))
+
+    def _only_draws(self, plan: Plan) -> bool:
+        """Whether every run leaves the trunk with one row of logits that is drawn from as it is."""
+        trunk = (0, self.num_layers)
+        return len(plan.runs) <= self._chunk_rows and all(
+            run.logits == 1
+            and run.layers == trunk
+            and run.sample is not None
+            and not run.prompt_targets
+            and is_plain(run.sample)
+            and not wants_logprob(run.sample.params)
+            for run in plan.runs
+        )
+
+    def _draw_all(self, plan: Plan, exits: Tensor, after: DrawnStep | None) -> DrawnStep:
+        """One token a run, without waiting for the device."""
+        specs = [run.sample for run in plan.runs if run.sample is not None]
+        sampling = None if after is None else after.sampling
+        if sampling is not None:
+            sampling = replace(sampling, position=sampling.position + 1)
+        drawn, sampling = self._sampler.draw_ids(self.model.head(exits), specs, sampling)
+        return DrawnStep(plan, drawn, finite_rows(exits), sampling)
 
     def _score_targets(
         self, logits: Tensor, chunk: Sequence[_Row], scores: dict[int, list[TokenLogprob]]
@@ -238,14 +346,6 @@ class Runner:
         sequences = [plan.runs[chunk[i].run].sequence for i in at]
         for i, draw in zip(at, self._sampler.draw(logits, specs, sequences), strict=True):
             draws[chunk[i].run] = draw
-
-    @staticmethod
-    def _bad_runs(rows: Sequence[_Row], exits: Tensor) -> set[int]:
-        """Runs with a row whose hidden state is not finite."""
-        finite = torch.isfinite(exits).all(dim=1)
-        if bool(finite.all()):
-            return set()
-        return {rows[i].run for i, good in enumerate(finite.tolist()) if not good}
 
     # --- what it is ------------------------------------------------------------
 
@@ -326,30 +426,36 @@ def load_runner(
     options = config.model
     checkpoint = open_checkpoint(options.name)
     backend = make_backend(options)
-    _check_page(config.cache.page_tokens, backend.kind)
+    cache = config.cache.resolved(backend.kind)
+    scheduler = config.scheduler.resolved(backend.kind)
     with quiet_torch(backend):
         model = load_model(
             checkpoint,
             backend,
             model_dtype(options.dtype),
             progress,
-            max_context=config.scheduler.max_context,
+            max_context=scheduler.max_context,
         )
+    _check_page(cache.page_tokens, model.groups, backend.kind)
     runner = Runner(
         model,
         backend,
-        page_tokens=config.cache.page_tokens,
-        memory_bytes=config.cache.memory_bytes,
-        max_context=config.scheduler.max_context,
-        step_tokens=config.scheduler.max_step_tokens,
+        page_tokens=cache.page_tokens,
+        memory_bytes=cache.memory_bytes,
+        max_context=scheduler.max_context,
+        step_tokens=scheduler.max_step_tokens,
+        max_sequences=scheduler.max_sequences,
+        graphs=options.cuda_graphs,
     )
+    runner.warm_up(progress)
     runner.identity = Identity(options.name, checkpoint.weights_hash(), time.monotonic() - started)
     return runner
 
 
-def _check_page(page_tokens: int, kind: str) -> None:
+def _check_page(page_tokens: int, groups: Sequence[LayerGroup], kind: str) -> None:
     """Pages must divide the attention blocks, which have absolute positions."""
-    for block in set(tree.BLOCK[kind].values()):
+    for group in groups:
+        block = tree.BLOCK[kind].get(group.head_dim, page_tokens)
         if block % page_tokens:
             raise ConfigError(
                 f"page_tokens ({page_tokens}) must divide the attention block of {block} tokens"

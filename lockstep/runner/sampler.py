@@ -84,14 +84,25 @@ class Sampler:
             found.update(zip(processed, scores, strict=True))
         return [Draw(token, found.get(row)) for row, token in enumerate(tokens)]
 
-    def _tokens(self, logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+    def draw_ids(
+        self, logits: Tensor, specs: Sequence[SampleSpec], sampling: SampleBatch | None = None
+    ) -> tuple[Tensor, SampleBatch | None]:
+        """Ids int64 [R] on the device for plain rows without logprobs, and how they were drawn.
+
+        Args:
+            sampling: the parameters where they are on the device already, position included.
+        """
         if all(spec.params.temperature == 0.0 for spec in specs):
             drawn = self._backend.argmax(logits)
         else:
-            drawn = self._backend.sample(logits, sample_batch(specs, logits.device))
+            sampling = sampling or sample_batch(specs, logits.device)
+            drawn = self._backend.sample(logits, sampling)
         # Logits that are not numbers may name no id; the runner reports such rows.
-        last = self._vocab_size - 1
-        return [min(max(int(token), 0), last) for token in drawn.tolist()]
+        return drawn.clamp(0, self._vocab_size - 1), sampling
+
+    def _tokens(self, logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+        ids: list[int] = self.draw_ids(logits, specs)[0].tolist()
+        return ids
 
     def score(
         self,
@@ -244,7 +255,10 @@ def sample_batch(specs: Sequence[SampleSpec], device: torch.device) -> SampleBat
         host[5, row] = max(params.top_k, 0)
         host[6, row] = spec.choice
         host[7, row] = spec.position
-    sent = torch.from_numpy(host).to(device)
+    sent = torch.from_numpy(host)
+    if device.type == "cuda":
+        # From pageable memory the copy would wait for everything launched before it.
+        sent = sent.pin_memory().to(device, non_blocking=True)
     return SampleBatch(
         temperature=sent[2].view(torch.float32),
         top_k=sent[5],

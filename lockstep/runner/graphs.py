@@ -1,0 +1,260 @@
+"""Decode steps as captured CUDA graphs: one launch in place of several hundred.
+
+A graph is captured per (rows bucket, context bucket) over static index buffers and
+replayed for every decode-only plan that fits. Nothing in it can move a bit: rows beyond
+the plan's are padding that stores nothing (slot -1, a run of no rows), and the context
+bucket only sizes launches, since attention's segments stand at absolute positions.
+
+Ownership: all graphs share one memory pool and one set of index buffers, so a replay
+overwrites what the one before it returned, in stream order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.kernels.contract import AttentionBatch
+from lockstep.runner.batch import Segment, StepBatch
+from lockstep.runner.plan import Plan
+
+_ALIGN = 16  # int32 elements: every array starts on a 64-byte boundary
+_FIRST_CONTEXT = 1024
+_HOST_BUFFERS = 2  # as many as steps can be under way
+
+Forward = Callable[[StepBatch], Tensor]
+Capture = Callable[[Callable[[], Tensor]], "Captured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """`replay` computes `output` again from the static buffers; `nbytes` is what it took."""
+
+    replay: Callable[[], None]
+    output: Tensor
+    nbytes: int
+
+
+class CudaCapture:
+    """Captures on one device; all graphs share a memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], Tensor]) -> Captured:
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.mem_get_info(self._device)[0]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = function()
+        torch.cuda.synchronize(self._device)
+        used = before - torch.cuda.mem_get_info(self._device)[0]
+        return Captured(graph.replay, output, max(used, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where each array of a (rows, columns) shape lies in the flat index buffers.
+
+    `arrays` holds (begin, shape) of ids, positions, query_start, context_len, then slots
+    and page table of every group.
+    """
+
+    rows: int
+    columns: int
+    arrays: tuple[tuple[int, tuple[int, ...]], ...]
+    size: int
+
+    @staticmethod
+    def of(rows: int, columns: int, groups: int) -> _Layout:
+        shapes: list[tuple[int, ...]] = [(rows,), (rows,), (rows + 1,), (rows,)]
+        for _ in range(groups):
+            shapes += [(rows,), (rows, columns)]
+        arrays, begin = [], 0
+        for shape in shapes:
+            arrays.append((begin, shape))
+            begin += -(-int(np.prod(shape)) // _ALIGN) * _ALIGN
+        return _Layout(rows, columns, tuple(arrays), begin)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        return [
+            flat[begin : begin + int(np.prod(shape))].view(shape) for begin, shape in self.arrays
+        ]
+
+    def host(self, flat: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+        return [
+            flat[begin : begin + int(np.prod(shape))].reshape(shape) for begin, shape in self.arrays
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    layout: _Layout
+    ids: Tensor
+    captured: Captured
+
+
+def row_buckets(most: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, then 16, 24, 32, 48, 64, 96, ... (halves and wholes of powers), up to `most`."""
+    sizes = {1, 2, 4, 8}
+    for power in count(4):
+        if 1 << power > most:
+            break
+        sizes |= {1 << power, 3 << (power - 1)}
+    return tuple(sorted({min(size, most) for size in sizes} | {most}))
+
+
+def context_buckets(most: int) -> tuple[int, ...]:
+    """Powers of two from 1,024 on, the last cut to `most`."""
+    sizes = []
+    size = _FIRST_CONTEXT
+    while size < most:
+        sizes.append(size)
+        size *= 2
+    return (*sizes, most)
+
+
+class DecodeGraphs:
+    """The graphs of one model over one pool.
+
+    Args:
+        forward: hidden rows that need logits, of a batch in which all rows do; reads the
+            batch's tensors and nothing else of the host's, so that it can be captured.
+        num_layers, num_groups, page_tokens: as in `BatchBuilder`.
+        max_context: most tokens of a sequence. max_rows: largest bucket.
+        budget: bytes that graphs may take; beyond it new shapes run without one.
+        capture: captures a function; a test passes one that needs no GPU.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        num_layers: int,
+        num_groups: int,
+        page_tokens: int,
+        max_context: int,
+        max_rows: int,
+        device: torch.device,
+        budget: int,
+        capture: Capture,
+    ) -> None:
+        self._forward = forward
+        self._num_layers = num_layers
+        self._num_groups = num_groups
+        self._page_tokens = page_tokens
+        self._rows = row_buckets(max_rows)
+        self._contexts = context_buckets(max_context)
+        self._left = budget
+        self._capture = capture
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        largest = self._layout(max_rows, self._contexts[-1]).size
+        pinned = device.type == "cuda"
+        self._device = torch.zeros(largest, dtype=torch.int32, device=device)
+        self._host = [
+            torch.zeros(largest, dtype=torch.int32, pin_memory=pinned) for _ in range(_HOST_BUFFERS)
+        ]
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def warm(self, progress: Callable[[str, float], None] | None = None) -> None:
+        """Capture every rows bucket for the shortest context, the largest first."""
+        for done, rows in enumerate(reversed(self._rows)):
+            if progress is not None:
+                progress("capturing decode graphs", done / len(self._rows))
+            self._graph(rows, self._contexts[0])
+        if progress is not None:
+            progress("capturing decode graphs", 1.0)
+
+    def run(self, plan: Plan, ids: Tensor | None = None) -> Tensor | None:
+        """Hidden rows [len(plan.runs), D], or None where the plan is not for a graph.
+
+        Args:
+            ids: int32 ids of the rows on the device, in place of the plan's own.
+
+        Raises:
+            ValueError: a row stands on no page.
+        """
+        runs = plan.runs
+        trunk = (0, self._num_layers)
+        if len(runs) > self._rows[-1] or not all(
+            len(run.tokens) == 1 and run.logits == 1 and run.layers == trunk for run in runs
+        ):
+            return None
+        longest = max(run.start for run in runs) + 1
+        rows = next(size for size in self._rows if size >= len(runs))
+        context = next((size for size in self._contexts if size >= longest), None)
+        graph = None if context is None else self._graph(rows, context)
+        if graph is None:
+            return None
+        layout = graph.layout
+        self._turn = (self._turn + 1) % _HOST_BUFFERS
+        host = self._host[self._turn]
+        self._fill(plan, layout, host.numpy())
+        self._device[: layout.size].copy_(host[: layout.size], non_blocking=True)
+        if ids is not None:
+            graph.ids[: len(runs)].copy_(ids)
+        graph.captured.replay()
+        return graph.captured.output[: len(runs)]
+
+    def _layout(self, rows: int, context: int) -> _Layout:
+        return _Layout.of(rows, -(-context // self._page_tokens), self._num_groups)
+
+    def _fill(self, plan: Plan, layout: _Layout, flat: NDArray[np.int32]) -> None:
+        """The plan's index arrays, and padding behind them."""
+        runs = plan.runs
+        n, rows = len(runs), layout.rows
+        ids, positions, query_start, context, *groups = layout.host(flat)
+        ids[:n] = np.fromiter((max(run.tokens[0], 0) for run in runs), np.int32, n)
+        positions[:n] = np.fromiter((run.start for run in runs), np.int32, n)
+        context[:n] = positions[:n] + 1
+        for array in (ids, positions, context):
+            array[n:] = 0
+        np.minimum(np.arange(rows + 1, dtype=np.int32), np.int32(n), out=query_start)
+        page, offset = np.divmod(positions[:n], np.int32(self._page_tokens))
+        at = np.arange(n)
+        for group in range(self._num_groups):
+            slots, table = groups[2 * group], groups[2 * group + 1]
+            for row, run in enumerate(runs):
+                pages = run.pages[group]
+                table[row, : len(pages)] = pages[: layout.columns]
+                table[row, len(pages) :] = -1
+            own = table[at, page]
+            if own.min() < 0:
+                raise ValueError(f"group {group}: a row of the step stands on no page")
+            slots[:n] = own * np.int32(self._page_tokens) + offset
+            slots[n:] = -1
+
+    def _graph(self, rows: int, context: int) -> _Graph | None:
+        """The graph of a bucket, captured on first use; None when the budget is spent."""
+        found = self._graphs.get((rows, context))
+        if found is not None or self._left <= 0:
+            return found
+        layout = self._layout(rows, context)
+        ids, positions, query_start, context_len, *groups = layout.views(self._device)
+        attention = tuple(
+            AttentionBatch(query_start, context_len, groups[2 * g + 1], groups[2 * g], 1, context)
+            for g in range(self._num_groups)
+        )
+        segment = Segment(0, self._num_layers, None, positions, attention, rows, None)
+        batch = StepBatch(ids, (segment,), ())
+        # No row yet: the first pass compiles what the bucket's shapes need, and stores nothing.
+        for view in (ids, positions, query_start, context_len):
+            view.zero_()
+        for slots in groups[::2]:
+            slots.fill_(-1)
+        self._forward(batch)
+        captured = self._capture(lambda: self._forward(batch))
+        self._left -= captured.nbytes
+        graph = _Graph(layout, ids, captured)
+        self._graphs[(rows, context)] = graph
+        return graph
