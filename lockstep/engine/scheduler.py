@@ -87,6 +87,8 @@ def check_result(plan: Plan, result: StepResult) -> None:
             f"step {result.step} of {len(result.runs)} runs"
         )
     for run, drawn in zip(plan.runs, result.runs, strict=True):
+        if drawn.error:
+            continue
         wanted = sum(1 for target in run.prompt_targets if target >= 0)
         if (run.sample is not None and drawn.token is None) or len(drawn.prompt_logprobs) != wanted:
             raise LockstepError(
@@ -201,6 +203,11 @@ class Scheduler:
         self._counts["computed_tokens"] += plan.num_tokens
         outputs = []
         for sequence, run, drawn in zip(draft.members, plan.runs, result.runs, strict=True):
+            if drawn.error:
+                self._counts["failed"] += 1
+                output = self._end(sequence, FinishReason.ERROR)
+                outputs.append(replace(output, error=drawn.error))
+                continue
             sequence.prompt_logprobs.extend(drawn.prompt_logprobs)
             if run.sample is not None:
                 assert drawn.token is not None  # `check_result`

@@ -24,10 +24,13 @@ class TokenCounts:
     """Distinct ids of one sequence and how often each was generated, kept as it grows.
 
     Args:
+        history: the sequence's ids, the one list that grows; its identity tells this
+            sequence from another one of the same number under another engine.
         with_prompt: also list the prompt's ids (with count 0), for repetition penalties.
     """
 
-    def __init__(self, with_prompt: bool) -> None:
+    def __init__(self, history: Sequence[int], with_prompt: bool) -> None:
+        self.history = history
         self._with_prompt = with_prompt
         self._slots: dict[int, int] = {}
         self._ids: NDArray[np.int64] = np.empty(64, np.int64)
@@ -42,8 +45,9 @@ class TokenCounts:
     def counts(self) -> NDArray[np.float32]:
         return self._counts[: len(self._slots)]
 
-    def update(self, history: Sequence[int], prompt_len: int) -> None:
+    def update(self, prompt_len: int) -> None:
         """Count what the history gained since the last call."""
+        history = self.history
         if self._seen == 0:
             self._seen = prompt_len
             if self._with_prompt:
@@ -157,11 +161,11 @@ class LogitAdjuster:
 
     def _counts_of(self, spec: SampleSpec, sequence: int) -> TokenCounts:
         counts = self._counts.get(sequence)
-        if counts is None:
-            counts = TokenCounts(spec.params.repetition_penalty != 1.0)
+        if counts is None or counts.history is not spec.history:
+            counts = TokenCounts(spec.history, spec.params.repetition_penalty != 1.0)
             self._counts[sequence] = counts
             if len(self._counts) > _MAX_COUNTS:
                 self._counts.popitem(last=False)
         self._counts.move_to_end(sequence)
-        counts.update(spec.history, spec.prompt_len)
+        counts.update(spec.prompt_len)
         return counts

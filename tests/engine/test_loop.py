@@ -256,6 +256,30 @@ def test_pages_of_a_failed_step_are_never_hits() -> None:
     assert tokens(outputs) == expected_tokens(range(40), 4, 1000)
 
 
+class Unsound(FakeExecutor):
+    """Finds one run's numbers worthless, as a runner does whose hidden states are not finite."""
+
+    def execute(self, plan: Plan) -> StepResult:
+        result = super().execute(plan)
+        runs = tuple(
+            RunResult(drawn.token, error="not finite") if 13 in run.tokens else drawn
+            for run, drawn in zip(plan.runs, result.runs, strict=True)
+        )
+        return StepResult(plan.step, runs)
+
+
+def test_worthless_numbers_end_their_own_sequence_only() -> None:
+    target = engine(Unsound())
+    target.submit(request("bad", [*range(20, 40), 13], 5))
+    target.submit(request("good", range(20, 40), 5))
+    found = drain(target)
+    (ended,) = found[("bad", 0)]
+    assert (ended.finish, ended.error, ended.tokens) == (FinishReason.ERROR, "not finite", ())
+    assert tokens(found[("good", 0)]) == expected_tokens(range(20, 40), 5, 1000)
+    assert target.stats().failed == 1
+    target.check_integrity()
+
+
 class Broken(FakeExecutor):
     """Answers its first step wrongly."""
 

@@ -217,15 +217,28 @@ def test_counts_kept_step_by_step_equal_a_recount(
     history: list[int], cut: int, with_prompt: bool
 ) -> None:
     prompt = max(1, len(history) // 3)
-    grown = TokenCounts(with_prompt)
+    seen = history[:prompt]
+    grown = TokenCounts(seen, with_prompt)
     for end in range(prompt, len(history) + 1, min(cut, 5)):
-        grown.update(history[:end], prompt)
-    grown.update(history, prompt)
-    fresh = TokenCounts(with_prompt)
-    fresh.update(history, prompt)
+        seen.extend(history[len(seen) : end])
+        grown.update(prompt)
+    seen.extend(history[len(seen) :])
+    grown.update(prompt)
+    fresh = TokenCounts(history, with_prompt)
+    fresh.update(prompt)
     table = dict(zip(grown.ids.tolist(), grown.counts.tolist(), strict=True))
     assert table == dict(zip(fresh.ids.tolist(), fresh.counts.tolist(), strict=True))
     assert all(history[prompt:].count(i) == n for i, n in table.items())
+
+
+def test_a_number_used_again_by_another_sequence_starts_its_counts_anew() -> None:
+    logits = random_logits(1)
+    sampler = Sampler(BACKEND, VOCAB)
+    one = spec(logprobs=0, repetition_penalty=1.5, logprobs_mode="processed")
+    other = replace(one, history=[*one.history[::-1], 7])
+    fresh = Sampler(BACKEND, VOCAB).draw(logits.clone(), [other], [1])
+    sampler.draw(logits.clone(), [one], [1])
+    assert sampler.draw(logits.clone(), [other], [1]) == fresh
 
 
 def test_a_forgotten_sequence_is_counted_again() -> None:
