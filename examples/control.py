@@ -46,7 +46,7 @@ def generate(engine: Engine, prompts: list[list[int]], name: str) -> list[list[t
 def compare(backend: Backend, checkpoint: Checkpoint, prompts: list[list[int]]) -> dict[str, float]:
     """Count what differs between the crowd and the same prompts alone, on one backend."""
     model = load_model(checkpoint, backend, torch.float32)
-    cache = CacheConfig(prefix_caching=False)
+    cache = CacheConfig(prefix_caching=False).resolved(backend.kind)
     runner = Runner(model, backend, page_tokens=cache.page_tokens, memory_bytes=256 << 20)
     engine = Engine(runner, SchedulerConfig(), cache)
     crowd = generate(engine, prompts, "crowd")[:ALONE]

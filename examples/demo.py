@@ -264,8 +264,11 @@ def compare(console: Console, crowd: list[Answer], alone: list[Answer]) -> bool:
     return passed
 
 
-def run_control(console: Console, model: str, threads: int, prompts: list[list[int]]) -> None:
-    """The same comparison on torch's own operations, in a process of its own."""
+def run_control(console: Console, model: str, threads: int, prompts: list[list[int]]) -> bool:
+    """The same comparison on torch's own operations, in a process of its own.
+
+    Returns whether it ran and Lockstep's own side kept every bit.
+    """
     script = Path(__file__).with_name("control.py")
     command = [sys.executable, str(script), "--model", model, "--threads", str(threads)]
     done = subprocess.run(
@@ -273,7 +276,7 @@ def run_control(console: Console, model: str, threads: int, prompts: list[list[i
     )
     if done.returncode != 0:
         console.print(f"  the control could not run:\n{done.stderr[-2000:]}", style="red")
-        return
+        return False
     table = Table(box=None, pad_edge=False)
     table.add_column("the same engine on", style="cyan")
     table.add_column("logprobs whose bits differ between crowd and alone")
@@ -287,6 +290,7 @@ def run_control(console: Console, model: str, threads: int, prompts: list[list[i
     console.print(table)
     if not results["plain"]["differ"]:
         console.print("  torch kept its bits here; the tests fail the check by other means")
+    return not results["fixed"]["differ"]
 
 
 def main() -> int:
@@ -344,7 +348,8 @@ def main() -> int:
             "operations\n"
         )
         with console.status("running the control"):
-            run_control(console, options.model, threads, [answer.prompt for answer in crowd])
+            prompts = [answer.prompt for answer in crowd]
+            passed = run_control(console, options.model, threads, prompts) and passed
     return 0 if passed else 1
 
 
