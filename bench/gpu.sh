@@ -23,7 +23,7 @@ python3 -c 'import torch, triton; print("torch", torch.__version__, "triton", tr
 
 status=0
 if [ "$what" = tests ] || [ "$what" = all ]; then
-  workers=$(($(nproc) > 10 ? 10 : $(nproc)))
+  workers=${WORKERS:-$(($(nproc) > 10 ? 10 : $(nproc)))}
   timeout "${TEST_SECONDS:-400}" python3 -m pytest tests/gpu -q --maxfail=60 -n "$workers" \
     --timeout 300 -p no:cacheprovider --durations=12 ${PYTEST_ARGS:-} >"$OUT/tests.log" 2>&1 || status=$?
   grep -E "^(FAILED|ERROR|SKIPPED)|passed|failed|^E  |s call" "$OUT/tests.log" | cut -c1-220 | tail -70

@@ -1,7 +1,7 @@
 """Cut SmolLM2's GGUF into parts that travel in consecutive calls, and join what has arrived.
 
     python bench/gpu_carry.py            # here: writes .carry/smollm2/part-0, part-1
-    python bench/gpu_carry.py --join     # there: keeps arrived parts in /tmp, joins them when complete
+    python bench/gpu_carry.py --join     # there: keeps what arrived in /tmp, joins it when complete
 
 Name one part's file in each call's `carry`; the machine must stay warm between them.
 """

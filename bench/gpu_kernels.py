@@ -10,16 +10,16 @@ Limits: bytes at 4.3 TB/s and bf16 products at 790 TFLOP/s (both measured on an 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
-import sys
 
 import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lockstep.kernels.contract import AttentionBatch, QKNorm, RopeTable
+from lockstep.kernels.contract import AttentionBatch, QKNorm, RopeTable, SampleBatch
 from lockstep.kernels.cuda import make_backend
 
 BYTES_A_SECOND, FLOPS_A_SECOND = 4.3e12, 790e12
@@ -80,16 +80,21 @@ def product_row(name: str, rows: int) -> str:
     residual = torch.randn(rows, n, device="cuda").bfloat16()
     if gated:
         packed = [ops.pack_gated(w[:n], w[n:]) for w in weights]
-        ours = [lambda x=x, w=w: ops.gated_linear(x, w, "silu") for x, w in zip(xs, packed)]
+        ours = [
+            lambda x=x, w=w: ops.gated_linear(x, w, "silu") for x, w in zip(xs, packed, strict=True)
+        ]
     else:
         packed = [ops.pack(w) for w in weights]
         if name == "head":
-            ours = [lambda x=x, w=w: ops.logits(x, w) for x, w in zip(xs, packed)]
+            ours = [lambda x=x, w=w: ops.logits(x, w) for x, w in zip(xs, packed, strict=True)]
         elif name == "qkv":
-            ours = [lambda x=x, w=w: ops.linear(x, w) for x, w in zip(xs, packed)]
+            ours = [lambda x=x, w=w: ops.linear(x, w) for x, w in zip(xs, packed, strict=True)]
         else:
-            ours = [lambda x=x, w=w: ops.linear(x, w, None, residual) for x, w in zip(xs, packed)]
-    theirs = [lambda x=x, w=w: torch.mm(x, w.T) for x, w in zip(xs, weights)]
+            ours = [
+                lambda x=x, w=w: ops.linear(x, w, None, residual)
+                for x, w in zip(xs, packed, strict=True)
+            ]
+    theirs = [lambda x=x, w=w: torch.mm(x, w.T) for x, w in zip(xs, weights, strict=True)]
     mine, cublas = time_graphs([graph_of(ours), graph_of(theirs)], copies)
     moved = 2 * (stored * k + rows * k + rows * n)
     limit = 1e6 * max(moved / BYTES_A_SECOND, 2.0 * rows * stored * k / FLOPS_A_SECOND)
@@ -105,7 +110,7 @@ def batch_of(contexts: list[int], queries: list[int], pages_each: int) -> Attent
     pages = torch.randperm(count * pages_each).view(count, pages_each).int()
     slots = [
         int(pages[b, p // 16]) * 16 + p % 16
-        for b, (c, n) in enumerate(zip(contexts, queries))
+        for b, (c, n) in enumerate(zip(contexts, queries, strict=True))
         for p in range(c - n, c)
     ]
     return AttentionBatch(
@@ -141,57 +146,56 @@ def attention_row(name: str, count: int, context: int, query: int) -> str:
     return f"{name:30s} {mine:9.1f} us   limit {limit:9.1f}   share {limit / mine:5.2f}"
 
 
-def row_kernels() -> list[str]:
+def row_lines(rows: int) -> list[str]:
+    """Norm and cache write of `rows` rows."""
     ops = make_backend("cuda")
+    x = torch.randn(rows, 4096, device="cuda").bfloat16()
+    w = torch.randn(4096, device="cuda").bfloat16()
+    qkv = torch.randn(rows, 6144, device="cuda").bfloat16()
+    table = RopeTable(*(torch.randn(40960, 64, device="cuda") for _ in range(2)))
+    norm = QKNorm(w[:128], w[:128], 1e-6)
+    batch = batch_of([rows], [rows], -(-rows // 16))
+    pool = torch.zeros(-(-rows // 16) * 32768, device="cuda", dtype=torch.bfloat16)
+    kv = ops.kv_layer(pool, page_stride=32768, offset=0, kv_heads=8, head_dim=128, page_tokens=16)
+    at = torch.arange(rows).int().cuda()
     lines = []
-    for rows in (1, 64, 256, 8192):
-        x = torch.randn(rows, 4096, device="cuda").bfloat16()
-        w = torch.randn(4096, device="cuda").bfloat16()
-        qkv = torch.randn(rows, 6144, device="cuda").bfloat16()
-        table = RopeTable(*(torch.randn(40960, 64, device="cuda") for _ in range(2)))
-        norm = QKNorm(w[:128], w[:128], 1e-6)
-        batch = batch_of([rows], [rows], -(-rows // 16))
-        pool = torch.zeros(-(-rows // 16) * 32768, device="cuda", dtype=torch.bfloat16)
-        kv = ops.kv_layer(
-            pool, page_stride=32768, offset=0, kv_heads=8, head_dim=128, page_tokens=16
-        )
-        at = torch.arange(rows).int().cuda()
-        for name, moved, call in (
-            ("rms_norm", 4 * x.numel(), lambda: ops.rms_norm(x, w, 1e-6)),
-            (
-                "write_kv",
-                4 * qkv.numel(),
-                lambda: ops.write_kv(qkv, at, table, kv, batch, 32, norm),
-            ),
-        ):
-            (mine,) = time_graphs([graph_of([call] * 20)], 20)
-            limit = 1e6 * moved / BYTES_A_SECOND
-            lines.append(f"{name:10s} R={rows:<5d} {mine:8.1f} us   limit {limit:8.1f}")
-    for rows in (1, 64, 256):
-        logits = torch.randn(rows, HEAD[0], device="cuda") * 3
-        from lockstep.kernels.contract import SampleBatch
+    for name, moved, call in (
+        ("rms_norm", 4 * x.numel(), lambda: ops.rms_norm(x, w, 1e-6)),
+        ("write_kv", 4 * qkv.numel(), lambda: ops.write_kv(qkv, at, table, kv, batch, 32, norm)),
+    ):
+        (mine,) = time_graphs([graph_of([call] * 20)], 20)
+        limit = 1e6 * moved / BYTES_A_SECOND
+        lines.append(f"{name:10s} R={rows:<5d} {mine:8.1f} us   limit {limit:8.1f}")
+    return lines
 
-        def params(top_k: int, top_p: float, rows: int = rows) -> SampleBatch:
-            return SampleBatch(
-                temperature=torch.ones(rows, device="cuda"),
-                top_k=torch.full((rows,), top_k, device="cuda", dtype=torch.int32),
-                top_p=torch.full((rows,), top_p, device="cuda"),
-                min_p=torch.zeros(rows, device="cuda"),
-                seed=torch.arange(rows, device="cuda"),
-                choice=torch.zeros(rows, device="cuda", dtype=torch.int32),
-                position=torch.zeros(rows, device="cuda", dtype=torch.int32),
-            )
 
-        plain, cut = params(0, 1.0), params(50, 0.9)
-        calls: dict[str, Callable[[], Tensor]] = {
-            "argmax": lambda: ops.argmax(logits),
-            "log_sum_exp": lambda: ops.log_sum_exp(logits),
-            "sample": lambda: ops.sample(logits, plain),
-            "sample k50 p0.9": lambda: ops.sample(logits, cut),
-        }
-        for name, call in calls.items():
-            (mine,) = time_graphs([graph_of([call] * 4)], 4)
-            lines.append(f"{name:16s} R={rows:<4d} {mine:9.1f} us")
+def sampling_params(rows: int, top_k: int, top_p: float) -> SampleBatch:
+    return SampleBatch(
+        temperature=torch.ones(rows, device="cuda"),
+        top_k=torch.full((rows,), top_k, device="cuda", dtype=torch.int32),
+        top_p=torch.full((rows,), top_p, device="cuda"),
+        min_p=torch.zeros(rows, device="cuda"),
+        seed=torch.arange(rows, device="cuda"),
+        choice=torch.zeros(rows, device="cuda", dtype=torch.int32),
+        position=torch.zeros(rows, device="cuda", dtype=torch.int32),
+    )
+
+
+def sampling_lines(rows: int) -> list[str]:
+    """What turns `rows` rows of logits into ids."""
+    ops = make_backend("cuda")
+    logits = torch.randn(rows, HEAD[0], device="cuda") * 3
+    plain, cut = sampling_params(rows, 0, 1.0), sampling_params(rows, 50, 0.9)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "argmax": lambda: ops.argmax(logits),
+        "log_sum_exp": lambda: ops.log_sum_exp(logits),
+        "sample": lambda: ops.sample(logits, plain),
+        "sample k50 p0.9": lambda: ops.sample(logits, cut),
+    }
+    lines = []
+    for name, call in calls.items():
+        (mine,) = time_graphs([graph_of([call] * 4)], 4)
+        lines.append(f"{name:16s} R={rows:<4d} {mine:9.1f} us")
     return lines
 
 
@@ -209,8 +213,11 @@ def main() -> None:
         print(attention_row("prefill 8 x 1024", 8, 1024, 1024))
         print(attention_row("prefill 2 x 4000", 2, 4000, 4000))
         print(attention_row("chunk 512 at 4096", 1, 4096, 512))
-        for line in row_kernels():
-            print(line)
+        print("rows")
+        for rows in (1, 64, 256, 8192):
+            print("\n".join(row_lines(rows)))
+        for rows in (1, 64, 256):
+            print("\n".join(sampling_lines(rows)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Find the fastest tile for each weight shape and bucket of rows; every candidate's bits are checked.
+"""Find the fastest tile for each weight shape and bucket of rows; bits are checked first.
 
     python bench/gpu_tune.py [--write] [--only qkv,o] [--rows 16,64]
 
@@ -161,7 +161,8 @@ def main() -> None:
         tile, spent, cublas = best(name, limit)
         table.setdefault(ALL[name], {})[limit] = astuple(tile)  # type: ignore[arg-type]
         lines.append(
-            f"{name:8s} M<={limit:<11d} {spent:8.1f} us  cuBLAS {cublas:8.1f}  {spent / cublas:5.2f}  {tile}"
+            f"{name:8s} M<={limit:<11d} {spent:8.1f} us  cuBLAS {cublas:8.1f}"
+            f"  {spent / cublas:5.2f}  {tile}"
         )
         if given.write:
             write(table)  # type: ignore[arg-type]
