@@ -50,7 +50,7 @@ def with_cublas(backend: Backend) -> Backend:
         def gated_linear(self, x: Tensor, weight: Weight, activation: Activation) -> Tensor:
             return plain.gated_linear(x, weight, activation)
 
-    return Swapped(backend.device)  # type: ignore[no-any-return]
+    return Swapped(backend.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,8 @@ class Bench:
             for _ in range(3):
                 engine.step()
             torch.cuda.synchronize()
-        return sum(event.self_device_time_total for event in trace.key_averages()) / 3e6
+        times = (float(event.self_device_time_total) for event in trace.key_averages())
+        return sum(times) / 3e6
 
     def prefill(self, sequences: int, length: int) -> None:
         took = []
