@@ -101,8 +101,6 @@ class SchedulerConfig:
             others are running (keeps a long prompt from starving them).
         max_context: most tokens (prompt plus output) of a sequence; 0 means the model's own.
         max_queue: waiting requests beyond which a submit is refused; 0 means no limit.
-        overlap: plan the next step while the device computes this one, where it can. The
-            plain loop gives the same bits.
     """
 
     max_step_tokens: int = 0
@@ -110,7 +108,6 @@ class SchedulerConfig:
     max_chunk_tokens: int = 0
     max_context: int = 0
     max_queue: int = 0
-    overlap: bool = True
 
     def __post_init__(self) -> None:
         _at_least("max_step_tokens", self.max_step_tokens, 0)

@@ -26,7 +26,6 @@ class EngineSettings(TypedDict, total=False):
     max_chunk_tokens: int
     max_context: int
     max_queue: int
-    overlap: bool
 
 
 _ROOMS: dict[str, tuple[str, str]] = {
@@ -42,7 +41,6 @@ _ROOMS: dict[str, tuple[str, str]] = {
             "max_chunk_tokens",
             "max_context",
             "max_queue",
-            "overlap",
         )
     },
 }
