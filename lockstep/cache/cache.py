@@ -372,6 +372,18 @@ class PrefixCache:
         lease.node.pins -= 1
         self.tree.prune(lease.node)
 
+    def forget(self, lease: Lease) -> None:
+        """Take every page of the lease out of the tree: what was computed from them is worthless.
+
+        Others that hold such a page keep it; later lookups do not find it. The lease must
+        then be closed without tokens.
+        """
+        for index, _ in lease.keys:
+            for page in lease.tables[index]:
+                owner = self._owner[index].get(page)
+                if owner is not None:
+                    self._disown(*owner)
+
     # --- a step's end ------------------------------------------------------------
 
     def commit(self, journal: StepJournal) -> None:

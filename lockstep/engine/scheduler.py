@@ -204,9 +204,9 @@ class Scheduler:
         outputs = []
         for sequence, run, drawn in zip(draft.members, plan.runs, result.runs, strict=True):
             if drawn.error:
-                self._counts["failed"] += 1
-                output = self._end(sequence, FinishReason.ERROR)
-                outputs.append(replace(output, error=drawn.error))
+                assert sequence.lease is not None
+                self.cache.forget(sequence.lease)
+                outputs.append(self._fail(sequence, drawn.error))
                 continue
             sequence.prompt_logprobs.extend(drawn.prompt_logprobs)
             if run.sample is not None:
@@ -240,13 +240,13 @@ class Scheduler:
         """The plan under way raised: its sequences end with ERROR, all others go on."""
         draft = self._take(plan)
         self.cache.rollback(draft.journal)
-        outputs = []
-        for sequence in draft.members:
-            self._counts["failed"] += 1
-            sequence.computed = 0  # what this step wrote must not be published
-            output = self._end(sequence, FinishReason.ERROR)
-            outputs.append(replace(output, error=error))
-        return outputs
+        return [self._fail(sequence, error) for sequence in draft.members]
+
+    def _fail(self, sequence: Sequence, error: str) -> SequenceOutput:
+        """End a sequence with ERROR; nothing that it computed stays in the tree."""
+        self._counts["failed"] += 1
+        sequence.computed = 0
+        return replace(self._end(sequence, FinishReason.ERROR), error=error)
 
     def _take(self, plan: Plan) -> _Draft:
         draft = self._under_way

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -371,7 +372,9 @@ class Runner:
                 weights=self.identity.weights_hash,
                 dtype=dtype,
                 device=self.backend.kind,
-                backend=self.backend.describe(),
+                # Why a backend was chosen does not move bits.
+                backend={k: v for k, v in self.backend.describe().items() if k != "chosen"},
+                numpy=np.__version__,  # rotation tables
                 lockstep=lockstep.__version__,
                 torch=torch.__version__,
             ),

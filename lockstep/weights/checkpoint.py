@@ -73,10 +73,11 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def weights_hash(self) -> str:
-        """A hex digest that differs when the weights differ, at the cost of milliseconds.
+        """A hex digest that differs when the weights differ.
 
-        Over headers, sizes and bytes sampled from every tensor: files that differ in a few
-        unsampled bytes would share it.
+        Over headers, sizes and every byte of every tensor; of checkpoints larger than
+        `hashing.WHOLE_BYTES` over samples of every tensor, so that files which differ in a
+        few unsampled bytes would share it.
         """
 
 

@@ -16,6 +16,7 @@ import tokenizers
 from lockstep.text import Tokenizer
 from lockstep.types import ModelError
 from lockstep.weights.checkpoint import Checkpoint
+from lockstep.weights.hashing import pieces
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +29,6 @@ _ITEM_BYTES = {
     "U16": 2, "U32": 4, "U64": 8,
 }  # fmt: skip
 _MAX_HEADER = 100_000_000  # the format's own limit
-_SAMPLES = 8
-_SAMPLE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,13 +251,13 @@ class FolderCheckpoint(Checkpoint):
     def weights_hash(self) -> str:
         digest = hashlib.sha256()
         digest.update(json.dumps(self.config, sort_keys=True).encode())
+        total = sum(entry.size for entry in self._entries.values())
         for name, entry in self._entries.items():
             digest.update(json.dumps([name, entry.dtype, entry.shape, entry.start]).encode())
             with entry.file.open("rb") as file:
-                step = max(1, (entry.size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-                for start in range(0, max(1, entry.size - _SAMPLE_BYTES + 1), step):
+                for start, count in pieces(entry.size, total):
                     file.seek(entry.start + start)
-                    digest.update(file.read(min(_SAMPLE_BYTES, entry.size - start)))
+                    digest.update(file.read(count))
         return digest.hexdigest()
 
 

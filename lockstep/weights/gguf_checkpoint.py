@@ -19,6 +19,7 @@ from lockstep.weights.dequant import Bytes, dequantize
 from lockstep.weights.gguf_config import build_config, family_of
 from lockstep.weights.gguf_file import GGUFFile
 from lockstep.weights.gguf_names import ROPE_FACTORS, hugging_face_name
+from lockstep.weights.hashing import pieces
 from lockstep.weights.llama3_rope import scaling_of_factors
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _EMBEDDING = "token_embd.weight"
-_SAMPLES = 8  # runs of bytes that the hash reads from each tensor
-_SAMPLE_BYTES = 64
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -206,9 +205,7 @@ class GGUFCheckpoint(Checkpoint):
         digest.update(self._file.bytes_at(0, self._file.header_bytes))
         digest.update(json.dumps([self._file.file_bytes, self._file.header_bytes]).encode())
         for entry in self._file.tensors.values():
-            step = max(1, (entry.size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-            for start in range(0, max(1, entry.size - _SAMPLE_BYTES + 1), step):
-                count = min(_SAMPLE_BYTES, entry.size - start)
+            for start, count in pieces(entry.size, self._file.file_bytes):
                 digest.update(self._file.bytes_at(entry.offset + start, count))
         return digest.hexdigest()
 

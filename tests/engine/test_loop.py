@@ -280,6 +280,17 @@ def test_worthless_numbers_end_their_own_sequence_only() -> None:
     target.check_integrity()
 
 
+def test_pages_behind_worthless_numbers_are_never_hits() -> None:
+    target = engine(Unsound())
+    target.submit(request("bad", [*range(20, 80), 13], 5))
+    drain(target)
+    target.submit(request("good", range(20, 80), 5))
+    outputs = drain(target)[("good", 0)]
+    assert outputs[0].cached_tokens == 0
+    assert tokens(outputs) == expected_tokens(range(20, 80), 5, 1000)
+    target.check_integrity()
+
+
 class Broken(FakeExecutor):
     """Answers its first step wrongly."""
 

@@ -11,6 +11,7 @@ import torch
 
 from lockstep.types import ModelError
 from lockstep.weights import open_checkpoint
+from lockstep.weights.hashing import pieces
 from tests.weights.writers import TOKENS, tiny_tensors, write_folder
 
 
@@ -247,3 +248,24 @@ def test_hash_follows_the_weights(tmp_path: Path) -> None:
     hashes = [open_checkpoint(str(path)).weights_hash() for path in paths]
     assert hashes[0] == hashes[1]
     assert len(set(hashes)) == 3
+
+
+def test_hash_sees_every_byte_of_a_small_checkpoint(tmp_path: Path) -> None:
+    first = write_folder(tmp_path / "a", tiny_tensors(seed=1))
+    file = next(first.glob("*.safetensors"))
+    before = open_checkpoint(str(first)).weights_hash()
+    data = bytearray(file.read_bytes())
+    for at in range(len(data) - 40, len(data) - 4, 9):
+        changed = bytearray(data)
+        changed[at] ^= 1
+        file.write_bytes(changed)
+        assert open_checkpoint(str(first)).weights_hash() != before
+
+
+def test_samples_of_a_large_checkpoint_reach_from_end_to_end() -> None:
+    found = list(pieces(10 << 30, 20 << 30))
+    assert found[0][0] == 0
+    assert len(found) <= 70
+    assert (10 << 30) - sum(found[-1]) < 200
+    assert sum(count for _, count in pieces(3 << 20, 20 << 30)) < 3 << 20
+    assert sum(count for _, count in pieces(3 << 20, 3 << 20)) == 3 << 20
