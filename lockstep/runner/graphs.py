@@ -97,7 +97,6 @@ class _Layout:
 @dataclass(frozen=True, slots=True)
 class _Graph:
     layout: _Layout
-    ids: Tensor
     captured: Captured
 
 
@@ -175,11 +174,8 @@ class DecodeGraphs:
         if progress is not None:
             progress("capturing decode graphs", 1.0)
 
-    def run(self, plan: Plan, ids: Tensor | None = None) -> Tensor | None:
+    def run(self, plan: Plan) -> Tensor | None:
         """Hidden rows [len(plan.runs), D], or None where the plan is not for a graph.
-
-        Args:
-            ids: int32 ids of the rows on the device, in place of the plan's own.
 
         Raises:
             ValueError: a row stands on no page.
@@ -201,8 +197,6 @@ class DecodeGraphs:
         host = self._host[self._turn]
         self._fill(plan, layout, host.numpy())
         self._device[: layout.size].copy_(host[: layout.size], non_blocking=True)
-        if ids is not None:
-            graph.ids[: len(runs)].copy_(ids)
         graph.captured.replay()
         return graph.captured.output[: len(runs)]
 
@@ -214,7 +208,7 @@ class DecodeGraphs:
         runs = plan.runs
         n, rows = len(runs), layout.rows
         ids, positions, query_start, context, *groups = layout.host(flat)
-        ids[:n] = np.fromiter((max(run.tokens[0], 0) for run in runs), np.int32, n)
+        ids[:n] = np.fromiter((run.tokens[0] for run in runs), np.int32, n)
         positions[:n] = np.fromiter((run.start for run in runs), np.int32, n)
         context[:n] = positions[:n] + 1
         for array in (ids, positions, context):
@@ -255,6 +249,6 @@ class DecodeGraphs:
         self._forward(batch)
         captured = self._capture(lambda: self._forward(batch))
         self._left -= captured.nbytes
-        graph = _Graph(layout, ids, captured)
+        graph = _Graph(layout, captured)
         self._graphs[(rows, context)] = graph
         return graph

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from lockstep.types import LayerGroup, SamplingParams, TokenLogprob
 
@@ -93,16 +93,11 @@ class Plan:
 
     Every row's keys and values of a layer are written before any row of that
     layer attends, so a run may read pages that another run of the same plan fills.
-
-    `continues`: the plan was made while the one before it ran. Run i goes on where run i
-    of that plan ends; its one token is the one that is being drawn there, unknown to the
-    host (`tokens` holds -1), and no draw reads a history.
     """
 
     step: int
     runs: tuple[TokenRun, ...]
     copies: tuple[PageCopy, ...] = ()
-    continues: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -157,31 +152,4 @@ class Executor(Protocol):
 
     def execute(self, plan: Plan) -> StepResult:
         """Run one step. Raises on failure; then no row of the plan counts as computed."""
-        ...
-
-
-class Pending(Protocol):
-    """A step that may still be running on the device."""
-
-    def wait(self) -> StepResult:
-        """Its results. Raises on failure, as `Executor.execute` does."""
-        ...
-
-
-@runtime_checkable
-class AsyncExecutor(Executor, Protocol):
-    """An executor that can take the next plan while it computes the last.
-
-    Attributes:
-        asynchronous: whether `launch` returns before the device is done. Where it does
-            not, plans that continue others gain nothing.
-    """
-
-    asynchronous: bool
-
-    def launch(self, plan: Plan, after: Pending | None = None) -> Pending:
-        """Start one step; `after` is the step before it where the plan continues it.
-
-        Steps run in the order of their launch. At most two are under way.
-        """
         ...

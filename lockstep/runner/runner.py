@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,8 +21,7 @@ from lockstep.runner.batch import BatchBuilder, StepBatch
 from lockstep.runner.graphs import Capture, CudaCapture, DecodeGraphs
 from lockstep.runner.memory import default_pool_bytes, largest_steps, plan_pool
 from lockstep.runner.penalties import is_plain
-from lockstep.runner.pending import NOT_FINITE, DoneStep, DrawnStep, finite_rows, unsound_runs
-from lockstep.runner.plan import PageCopy, Pending, Plan, RunResult, SampleSpec, StepResult
+from lockstep.runner.plan import PageCopy, Plan, RunResult, SampleSpec, StepResult
 from lockstep.runner.sampler import Draw, Sampler, wants_logprob
 from lockstep.types import EngineInfo, LayerGroup, SamplingParams, TokenLogprob
 from lockstep.weights import open_checkpoint
@@ -30,6 +29,9 @@ from lockstep.weights import open_checkpoint
 _MIB = 1024 * 1024
 _LOGIT_BYTES = {"cpu": 64 * _MIB, "cuda": 512 * _MIB}  # of one chunk of rows
 _GRAPH_BYTES = 1024 * _MIB  # of device memory for captured decode steps
+
+
+NOT_FINITE = "the model's hidden states are not finite numbers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class Runner:
         self.vocab_size = model.vocab_size
         self.page_tokens = page_tokens
         self.identity = identity or Identity()
-        self.asynchronous = backend.device.type == "cuda"
+        on_cuda = backend.device.type == "cuda"
         self._builder = BatchBuilder(self.num_layers, len(self.groups), page_tokens, backend.device)
         self._sampler = Sampler(backend, self.vocab_size)
         self._chunk_rows = max(16, _LOGIT_BYTES[backend.kind] // (4 * self.vocab_size))
@@ -113,17 +115,17 @@ class Runner:
         if num_slabs:
             budget = max(num_slabs, len(self.groups)) * slab * size
         elif not budget:
-            if backend.device.type == "cuda":
+            if on_cuda:
                 self._lay_out(slab * len(self.groups))
                 self._run_largest(limit, step_tokens, max_sequences)
-            wanted = capture is not None or (graphs and self.asynchronous)
+            wanted = capture is not None or (graphs and on_cuda)
             budget = default_pool_bytes(backend.device) - (_GRAPH_BYTES if wanted else 0)
         self._lay_out(budget // size)
         self.pool_bytes = self._pool_shape.elements * size
         self.max_context = self._pool_shape.longest_sequence(self.groups, limit, step_tokens)
         if self.max_context < 1:
             raise ConfigError(f"memory_bytes ({budget}) holds not one page of every layer group")
-        if capture is None and graphs and self.asynchronous:
+        if capture is None and graphs and on_cuda:
             capture = CudaCapture(backend.device)
         if capture is not None:
             self._graphs = DecodeGraphs(
@@ -185,43 +187,22 @@ class Runner:
         Raises:
             ValueError: a plan that makes no sense.
         """
-        return self.launch(plan).wait()
-
-    @torch.inference_mode()
-    def launch(self, plan: Plan, after: Pending | None = None) -> Pending:
-        """As `execute`, but on CUDA it returns while the device computes, where no run of the
-        plan reports logprobs or changes its logits.
-
-        Args:
-            after: the step before, where the plan continues it.
-
-        Raises:
-            ValueError: a plan that makes no sense.
-        """
-        before = None
-        if plan.continues:
-            if not isinstance(after, DrawnStep):
-                raise ValueError("the plan continues a step whose draws are not on the device")
-            before = after
         with quiet_torch(self.backend):
-            return self._launch(plan, before)
+            return self._execute(plan)
 
-    def _launch(self, plan: Plan, after: DrawnStep | None) -> Pending:
+    def _execute(self, plan: Plan) -> StepResult:
         self._copy_pages(plan.copies)
         if not plan.runs:
-            return DoneStep(StepResult(plan.step))
-        ids = None if after is None else after.ids
-        captured = None if self._graphs is None else self._graphs.run(plan, ids)
+            return StepResult(plan.step)
+        captured = None if self._graphs is None else self._graphs.run(plan)
         if captured is not None:
             batch = StepBatch(captured, (), tuple((i, i + 1) for i in range(len(plan.runs))))
-            return self._finish(plan, batch, captured, after)
+            return self._finish(plan, batch, captured)
         batch = self._builder.build(plan)
-        if ids is not None:
-            batch = replace(batch, ids=ids)
         exits = self._forward(batch)
         if exits is None:
-            return DoneStep(StepResult(plan.step, tuple(RunResult() for _ in plan.runs)))
-        return self._finish(plan, batch, exits, after)
+            return StepResult(plan.step, tuple(RunResult() for _ in plan.runs))
+        return self._finish(plan, batch, exits)
 
     @torch.inference_mode()
     def logits(self, plan: Plan) -> list[Tensor]:
@@ -268,13 +249,9 @@ class Runner:
         assert exits is not None
         return exits
 
-    def _finish(
-        self, plan: Plan, batch: StepBatch, exits: Tensor, after: DrawnStep | None
-    ) -> Pending:
+    def _finish(self, plan: Plan, batch: StepBatch, exits: Tensor) -> StepResult:
         if self._only_draws(plan):
-            return self._draw_all(plan, exits, after)
-        if after is not None:
-            raise ValueError("a run of a plan that continues another reports or needs a history")
+            return self._draw_all(plan, exits)
         rows = _rows_of(plan, batch)
         draws: dict[int, Draw] = {}
         scores: dict[int, list[TokenLogprob]] = {}
@@ -296,7 +273,7 @@ class Runner:
                     NOT_FINITE if index in bad else "",
                 )
             )
-        return DoneStep(StepResult(plan.step, tuple(results)))
+        return StepResult(plan.step, tuple(results))
 
     def _only_draws(self, plan: Plan) -> bool:
         """Whether every run leaves the trunk with one row of logits that is drawn from as it is."""
@@ -311,14 +288,16 @@ class Runner:
             for run in plan.runs
         )
 
-    def _draw_all(self, plan: Plan, exits: Tensor, after: DrawnStep | None) -> DrawnStep:
-        """One token a run, without waiting for the device."""
+    def _draw_all(self, plan: Plan, exits: Tensor) -> StepResult:
+        """One token a run; ids and soundness reach the host together, the step's only sync."""
         specs = [run.sample for run in plan.runs if run.sample is not None]
-        sampling = None if after is None else after.sampling
-        if sampling is not None:
-            sampling = replace(sampling, position=sampling.position + 1)
-        drawn, sampling = self._sampler.draw_ids(self.model.head(exits), specs, sampling)
-        return DrawnStep(plan, drawn, finite_rows(exits), sampling)
+        drawn = self._sampler.draw_ids(self.model.head(exits), specs)
+        tokens, finite = torch.stack([drawn, finite_rows(exits).to(drawn.dtype)]).tolist()
+        results = (
+            RunResult(token, error="" if good else NOT_FINITE)
+            for token, good in zip(tokens, finite, strict=True)
+        )
+        return StepResult(plan.step, tuple(results))
 
     def _score_targets(
         self, logits: Tensor, chunk: Sequence[_Row], scores: dict[int, list[TokenLogprob]]
@@ -380,6 +359,16 @@ class Runner:
             ),
             load_seconds=self.identity.load_seconds,
         )
+
+
+def finite_rows(exits: Tensor) -> Tensor:
+    """Which hidden rows [X, D] are wholly finite: bool [X]."""
+    return torch.isfinite(exits).all(dim=1)
+
+
+def unsound_runs(runs: Sequence[int], finite: Tensor) -> set[int]:
+    """Runs with a row that is not finite; `runs` names the run of each row."""
+    return {run for run, good in zip(runs, finite.tolist(), strict=True) if not good}
 
 
 def _rows_of(plan: Plan, batch: StepBatch) -> list[_Row]:

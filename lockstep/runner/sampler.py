@@ -84,24 +84,17 @@ class Sampler:
             found.update(zip(processed, scores, strict=True))
         return [Draw(token, found.get(row)) for row, token in enumerate(tokens)]
 
-    def draw_ids(
-        self, logits: Tensor, specs: Sequence[SampleSpec], sampling: SampleBatch | None = None
-    ) -> tuple[Tensor, SampleBatch | None]:
-        """Ids int64 [R] on the device for plain rows without logprobs, and how they were drawn.
-
-        Args:
-            sampling: the parameters where they are on the device already, position included.
-        """
+    def draw_ids(self, logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
+        """Ids int64 [R] on the device for plain rows without logprobs."""
         if all(spec.params.temperature == 0.0 for spec in specs):
             drawn = self._backend.argmax(logits)
         else:
-            sampling = sampling or sample_batch(specs, logits.device)
-            drawn = self._backend.sample(logits, sampling)
+            drawn = self._backend.sample(logits, sample_batch(specs, logits.device))
         # Logits that are not numbers may name no id; the runner reports such rows.
-        return drawn.clamp(0, self._vocab_size - 1), sampling
+        return drawn.clamp(0, self._vocab_size - 1)
 
     def _tokens(self, logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
-        ids: list[int] = self.draw_ids(logits, specs)[0].tolist()
+        ids: list[int] = self.draw_ids(logits, specs).tolist()
         return ids
 
     def score(
