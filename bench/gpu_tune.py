@@ -55,6 +55,9 @@ def candidates(limit: int, gated: bool) -> Iterator[Tile]:
         add((64, 128), (64, 128), (64,), (4,), (4,), (True,))
         add((128,), (128,), (64,), (8,), (4,), (False, True))
         add((128,), (64,), (128,), (4,), (3,), (False, True))
+        add((64, 128), (64, 128), (128,), (4, 8), (3,), (True,))
+        add((64,), (256,), (64,), (4,), (4,), (True,))
+        add((128,), (256,), (64,), (8,), (4,), (True,))
     else:
         add((128,), (128, 256), (64,), (8,), (3, 4), (True,))
     for m, n, k, warps, stages, bulk in grid:

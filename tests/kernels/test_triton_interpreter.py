@@ -76,6 +76,18 @@ def test_tiles_and_slices(ops: Backend, monkeypatch: pytest.MonkeyPatch) -> None
     tile = Tile(16, 32, 64, 4, 2)
     split, whole = (linear.linear(x, weight, tile=tile, split=s) for s in (True, False))
     assert same_bits(split, whole)
+    pair = ops.pack_gated(w[:40], w[40:])
+    split = linear.gated_linear(x, pair, "silu", tile=tile)
+    monkeypatch.setattr(linear, "_SPLIT_BELOW", 0)
+    assert same_bits(split, linear.gated_linear(x, pair, "silu", tile=tile))
+    gates, ups = whole.chunk(2, dim=1)
+    torch.testing.assert_close(split, torch.nn.functional.silu(gates) * ups, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gated_pair_unpacks_as_it_came(ops: Backend, dtype: torch.dtype) -> None:
+    w = randn(34, 24, dtype=dtype)
+    assert same_bits(ops.unpack(ops.pack_gated(w[:17], w[17:])), w)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -72,13 +72,13 @@ class TritonBackend(Backend):
         return Weight(data=self._place(weight), n=n, k=k, dtype=weight.dtype)
 
     def pack_gated(self, gate: Tensor, up: Tensor) -> Weight:
-        """Gate rows, then up rows: [2F, K] contiguous on the device."""
+        """Gate and up rows in turn: [2F, K] contiguous on the device."""
         if gate.shape != up.shape or gate.dtype != up.dtype:
             raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must match")
         f, k = gate.shape
         data = torch.empty(2 * f, k, dtype=gate.dtype, device=self.device)
-        data[:f].copy_(gate.detach())
-        data[f:].copy_(up.detach())
+        data[0::2].copy_(gate.detach())
+        data[1::2].copy_(up.detach())
         return Weight(data=data, n=2 * f, k=k, dtype=self._dtype(gate), gated=True)
 
     def _place(self, weight: Tensor) -> Tensor:
@@ -92,6 +92,8 @@ class TritonBackend(Backend):
         return tensor.dtype
 
     def unpack(self, weight: Weight) -> Tensor:
+        if weight.gated:
+            return torch.cat([weight.data[0::2], weight.data[1::2]])
         return weight.data
 
     # --- layers ------------------------------------------------------------

@@ -3,6 +3,9 @@
 Tree: K ascending into one float32 accumulator a slice (`tree.k_slices`), slices added
 ascending. The tile, the pipeline, the instruction (`mma.sync` or `wgmma`), plain loads
 or bulk copies, and slices in sequence or in parallel do not enter it.
+
+A gated pair is stored with gate and up rows in turn, so that one accumulator of twice
+the tile's output columns holds both, and a column's two values lie in one thread.
 """
 
 from __future__ import annotations
@@ -40,17 +43,22 @@ def _tile_at(index, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def _finish(
-    acc, second, bias, residual, out, rows, columns, M, N: tl.constexpr,
+    acc, bias, residual, out, rows, columns, M, N: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Bias, cast, gate, residual and store of one tile of float32 accumulators."""
+    """Bias, cast, gate, residual and store of one tile of float32 accumulators.
+
+    With ACTIVATION acc has the gate and up values of each of `columns` in turn.
+    """
     DTYPE: tl.constexpr = out.dtype.element_ty
     inside = (rows < M)[:, None] & (columns < N)[None, :]
     at = rows.to(tl.int64)[:, None] * N + columns[None, :]
     if HAS_BIAS:
         acc = acc + tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     if ACTIVATION:
-        value = gate(acc, second, ACTIVATION, DTYPE)
+        pairs = tl.reshape(acc, [acc.shape[0], acc.shape[1] // 2, 2])
+        gates, ups = tl.split(pairs)
+        value = gate(gates, ups, ACTIVATION, DTYPE)
     else:
         value = acc.to(DTYPE)
     if HAS_RESIDUAL:
@@ -67,14 +75,15 @@ def _plain_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One program a tile (and a slice, with SPLIT). N counts output columns."""
+    WIDTH: tl.constexpr = 2 if ACTIVATION else 1  # stored rows of an output column
     row_tile, column_tile = _tile_at(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
     part = tl.program_id(1)
     rows = row_tile * BM + tl.arange(0, BM)
-    columns = column_tile * BN + tl.arange(0, BN)
+    stored = column_tile * (BN * WIDTH) + tl.arange(0, BN * WIDTH)
     inner = tl.arange(0, BK)
     # Rows beyond the end read row 0 and are never stored: no mask in the loop.
     x_rows = tl.where(rows < M, rows, 0).to(tl.int64)
-    w_rows = tl.where(columns < N, columns, 0).to(tl.int64)
+    w_rows = tl.where(stored < N * WIDTH, stored, 0).to(tl.int64)
     begin = 0
     end = K
     if SPLIT:
@@ -82,11 +91,9 @@ def _plain_kernel(
         end = min(begin + SLICE, K)
     x_at = x + x_rows[:, None] * K + (begin + inner)[None, :]
     w_at = w + w_rows[None, :] * K + (begin + inner)[:, None]
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    second = acc
+    acc = tl.zeros((BM, BN * WIDTH), dtype=tl.float32)
     # -0 + v is v for every v, so the first slice enters unchanged.
-    total = tl.full((BM, BN), -0.0, dtype=tl.float32)
-    second_total = total
+    total = tl.full((BM, BN * WIDTH), -0.0, dtype=tl.float32)
     for k in range(begin, end, BK):
         if K % BK == 0:
             a = tl.load(x_at)
@@ -95,36 +102,22 @@ def _plain_kernel(
             a = tl.load(x_at, mask=(k + inner < K)[None, :], other=0.0)
             b = tl.load(w_at, mask=(k + inner < K)[:, None], other=0.0)
         acc = product(a, b, acc)
-        if ACTIVATION:
-            up_at = w_at + N * K
-            if K % BK == 0:
-                c = tl.load(up_at)
-            else:
-                c = tl.load(up_at, mask=(k + inner < K)[:, None], other=0.0)
-            second = product(a, c, second)
         if SLICE < K and not SPLIT:
             if (k + BK) % SLICE == 0 or k + BK >= K:
                 total = total + acc
-                acc = tl.zeros((BM, BN), dtype=tl.float32)
-                if ACTIVATION:
-                    second_total = second_total + second
-                    second = tl.zeros((BM, BN), dtype=tl.float32)
+                acc = tl.zeros((BM, BN * WIDTH), dtype=tl.float32)
         x_at += BK
         w_at += BK
     if SLICE < K and not SPLIT:
         acc = total
-        second = second_total
     if SPLIT:
-        inside = (rows < M)[:, None] & (columns < N)[None, :]
-        copies: tl.constexpr = 2 if ACTIVATION else 1
-        base = partials + part.to(tl.int64) * copies * M * N
-        at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-        tl.store(base + at, acc, mask=inside)
-        if ACTIVATION:
-            tl.store(base + M.to(tl.int64) * N + at, second, mask=inside)
+        inside = (rows < M)[:, None] & (stored < N * WIDTH)[None, :]
+        line = part.to(tl.int64) * M + rows
+        tl.store(partials + line[:, None] * (N * WIDTH) + stored[None, :], acc, mask=inside)
     else:
+        columns = column_tile * BN + tl.arange(0, BN)
         _finish(
-            acc, second, bias, residual, out, rows, columns, M, N,
+            acc, bias, residual, out, rows, columns, M, N,
             ACTIVATION, HAS_BIAS, HAS_RESIDUAL,
         )  # fmt: skip
 
@@ -136,21 +129,18 @@ def _fold_kernel(
     HAS_RESIDUAL: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Add the slices of one row's stretch ascending, then finish it."""
+    WIDTH: tl.constexpr = 2 if ACTIVATION else 1
     rows = tl.program_id(0) + tl.arange(0, 1)
-    columns = tl.program_id(1) * BN + tl.arange(0, BN)
-    inside = (rows < M)[:, None] & (columns < N)[None, :]
-    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    size = M.to(tl.int64) * N
-    copies: tl.constexpr = 2 if ACTIVATION else 1
-    acc = tl.full((1, BN), -0.0, dtype=tl.float32)
-    second = acc
+    stored = tl.program_id(1) * (BN * WIDTH) + tl.arange(0, BN * WIDTH)
+    inside = (rows < M)[:, None] & (stored < N * WIDTH)[None, :]
+    acc = tl.full((1, BN * WIDTH), -0.0, dtype=tl.float32)
     for part in tl.static_range(SLICES):
-        base = partials + part * copies * size + at
-        acc = acc + tl.load(base, mask=inside, other=0.0)
-        if ACTIVATION:
-            second = second + tl.load(base + size, mask=inside, other=0.0)
+        line = part * M.to(tl.int64) + rows
+        at = line[:, None] * (N * WIDTH) + stored[None, :]
+        acc = acc + tl.load(partials + at, mask=inside, other=0.0)
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
     _finish(
-        acc, second, bias, residual, out, rows, columns, M, N,
+        acc, bias, residual, out, rows, columns, M, N,
         ACTIVATION, HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip
 
@@ -164,35 +154,27 @@ def _bulk_kernel(
     PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """A program walks tiles with a stride; x and w are descriptors for the bulk copy engine."""
+    WIDTH: tl.constexpr = 2 if ACTIVATION else 1
     row_tiles = tl.cdiv(M, BM)
     column_tiles = tl.cdiv(N, BN)
     for index in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLAT):
         row_tile, column_tile = _tile_at(index, row_tiles, column_tiles, GROUP)
-        acc = tl.zeros((BM, BN), dtype=tl.float32)
-        second = acc
-        total = tl.full((BM, BN), -0.0, dtype=tl.float32)
-        second_total = total
+        acc = tl.zeros((BM, BN * WIDTH), dtype=tl.float32)
+        total = tl.full((BM, BN * WIDTH), -0.0, dtype=tl.float32)
         for block in range(tl.cdiv(K, BK)):
             a = x.load([row_tile * BM, block * BK])
-            b = w.load([column_tile * BN, block * BK])
+            b = w.load([column_tile * (BN * WIDTH), block * BK])
             acc = product(a, b.T, acc)
-            if ACTIVATION:
-                c = w.load([N + column_tile * BN, block * BK])
-                second = product(a, c.T, second)
             if SLICE < K:
                 if ((block + 1) * BK) % SLICE == 0 or (block + 1) * BK >= K:
                     total = total + acc
-                    acc = tl.zeros((BM, BN), dtype=tl.float32)
-                    if ACTIVATION:
-                        second_total = second_total + second
-                        second = tl.zeros((BM, BN), dtype=tl.float32)
+                    acc = tl.zeros((BM, BN * WIDTH), dtype=tl.float32)
         if SLICE < K:
             acc = total
-            second = second_total
         rows = row_tile * BM + tl.arange(0, BM)
         columns = column_tile * BN + tl.arange(0, BN)
         _finish(
-            acc, second, bias, residual, out, rows, columns, M, N,
+            acc, bias, residual, out, rows, columns, M, N,
             ACTIVATION, HAS_BIAS, HAS_RESIDUAL,
         )  # fmt: skip
 
@@ -225,6 +207,7 @@ def _launch(
         if out.dtype != x.dtype and tile.m * tile.n > _WIDEST_FLOAT32:
             tile = replace(tile, n=_WIDEST_FLOAT32 // tile.m)
     length = tree.slice_length(k, slices)
+    width = 2 if activation else 1
     options = {
         "N": n,
         "K": k,
@@ -247,7 +230,7 @@ def _launch(
         programs = min(tiles, multiprocessors(x.device))
         _bulk_kernel[(programs,)](
             TensorDescriptor.from_tensor(x, [tile.m, tile.k]),
-            TensorDescriptor.from_tensor(weight, [tile.n, tile.k]),
+            TensorDescriptor.from_tensor(weight, [tile.n * width, tile.k]),
             bias, residual, out, m,
             PROGRAMS=programs, FLAT=slices == 1, **options,
         )  # fmt: skip
@@ -257,8 +240,7 @@ def _launch(
     if not split:
         _plain_kernel[(tiles, 1)](x, weight, bias, residual, out, x, m, SPLIT=False, **options)
         return out
-    copies = 2 if activation else 1
-    partials = torch.empty(parts * copies * m * n, dtype=torch.float32, device=x.device)
+    partials = torch.empty(parts * m * n * width, dtype=torch.float32, device=x.device)
     _plain_kernel[(tiles, parts)](
         x, weight, bias, residual, out, partials, m, SPLIT=True, **options
     )
