@@ -254,11 +254,12 @@ def compare(console: Console, crowd: list[Answer], alone: list[Answer]) -> bool:
     console.print(table)
     equal = sum(a.bits() == b.bits() and bool(a.tokens) for a, b in zip(crowd, alone, strict=True))
     tokens = sum(len(answer.tokens) for answer in crowd)
+    logprobs = sum(len(answer.logprobs) for answer in crowd)
     passed = equal == len(crowd)
     style = "bold green" if passed else "bold red"
     console.print(
-        f"  {equal} of {len(crowd)} answers equal bit for bit: {tokens} token ids, {tokens} "
-        f"logprobs, fingerprint {crowd[0].fingerprint}",
+        f"  {equal} of {len(crowd)} answers equal bit for bit: {tokens} token ids, "
+        f"{logprobs} logprobs, fingerprint {crowd[0].fingerprint}",
         style=style,
     )
     return passed

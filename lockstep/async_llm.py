@@ -21,6 +21,7 @@ from lockstep.outputs import (
     Score,
     is_one_conversation,
     is_one_prompt,
+    one_params,
     score_requests,
     spread_context,
     spread_params,
@@ -260,14 +261,16 @@ class AsyncLLM:
     ) -> AsyncGenerator[Delta, None]:
         """Deltas of one completion as they are computed; leaving the loop cancels it."""
         ids = self.builder.encode(prompt)
-        return self._stream(self.builder.build(ids, params or COMPLETION_DEFAULTS))
+        return self._stream(self.builder.build(ids, one_params(params, COMPLETION_DEFAULTS)))
 
     def stream_chat(
         self, messages: Conversation, params: SamplingParams | None = None
     ) -> AsyncGenerator[Delta, None]:
         """As `stream`, for the assistant's next message in a conversation."""
         ids = self.builder.encode_chat(messages)
-        return self._stream(self.builder.build(ids, params or CHAT_DEFAULTS, field="messages"))
+        return self._stream(
+            self.builder.build(ids, one_params(params, CHAT_DEFAULTS), field="messages")
+        )
 
     async def _stream(self, request: Request) -> AsyncGenerator[Delta, None]:
         (stream,) = await self.submit([request])

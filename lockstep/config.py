@@ -13,8 +13,20 @@ class ConfigError(LockstepError, ValueError):
 
 
 def _at_least(name: str, value: int, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} must be an integer, got {value!r}")
     if value < low:
         raise ConfigError(f"{name} must be at least {low}, got {value}")
+
+
+def _boolean(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, got {value!r}")
+
+
+def _string(name: str, value: str) -> None:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be a string, got {value!r}")
 
 
 # By kind of device: a GPU wants thousands of rows a step to be busy, and has the memory.
@@ -63,7 +75,9 @@ class ModelOptions:
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
+        _string("device", self.device)
         _at_least("threads", self.threads, 0)
+        _boolean("cuda_graphs", self.cuda_graphs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +98,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         _at_least("page_tokens", self.page_tokens, 0)
         _at_least("memory_bytes", self.memory_bytes, 0)
+        _boolean("prefix_caching", self.prefix_caching)
 
     def resolved(self, device: str) -> CacheConfig:
         """The same with the device's defaults in place of zeros."""

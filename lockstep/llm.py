@@ -27,6 +27,7 @@ from lockstep.outputs import (
     Score,
     is_one_conversation,
     is_one_prompt,
+    one_params,
     score_requests,
     spread_context,
     spread_params,
@@ -253,14 +254,16 @@ class LLM:
     ) -> Generator[Delta, None, None]:
         """Deltas of one completion as they are computed; closing the iterator cancels it."""
         ids = self._builder.encode(prompt)
-        return self._stream(self._builder.build(ids, params or COMPLETION_DEFAULTS))
+        return self._stream(self._builder.build(ids, one_params(params, COMPLETION_DEFAULTS)))
 
     def stream_chat(
         self, messages: Conversation, params: SamplingParams | None = None
     ) -> Generator[Delta, None, None]:
         """As `stream`, for the assistant's next message in a conversation."""
         ids = self._builder.encode_chat(messages)
-        return self._stream(self._builder.build(ids, params or CHAT_DEFAULTS, field="messages"))
+        return self._stream(
+            self._builder.build(ids, one_params(params, CHAT_DEFAULTS), field="messages")
+        )
 
     def _open_engine(self) -> Engine:
         if self._engine is None:

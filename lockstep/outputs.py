@@ -78,24 +78,29 @@ class RequestBuilder:
         self.tokenizer = tokenizer
         self.info = info
 
-    def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, field: str = "prompt"
+    ) -> list[int]:
         """Token ids of a prompt.
+
+        Args:
+            field: what the client calls the prompt, for errors.
 
         Raises:
             RequestError: neither text nor token ids, empty, or an id outside the vocabulary.
         """
         if isinstance(prompt, str):
-            _check_text("prompt", prompt)
+            _check_text(field, prompt)
             ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
-            ids = self._check_ids(prompt)
+            ids = self._check_ids(prompt, field)
         else:
             raise RequestError(
-                f"prompt must be a string or a list of token ids, got {type(prompt).__name__}",
-                field="prompt",
+                f"{field} must be a string or a list of token ids, got {type(prompt).__name__}",
+                field=field,
             )
         if not ids:
-            raise RequestError("prompt must not be empty", field="prompt", code="empty_prompt")
+            raise RequestError(f"{field} must not be empty", field=field, code="empty_prompt")
         return ids
 
     def encode_chat(
@@ -180,13 +185,13 @@ class RequestBuilder:
                 code="context_length_exceeded",
             )
 
-    def _check_ids(self, ids: Sequence[Any]) -> list[int]:
+    def _check_ids(self, ids: Sequence[Any], field: str) -> list[int]:
         for index, token in enumerate(ids):
             if isinstance(token, bool) or not isinstance(token, int):
                 raise RequestError(
-                    f"prompt[{index}] must be a token id, got {token!r}", field="prompt"
+                    f"{field}[{index}] must be a token id, got {token!r}", field=field
                 )
-            self._check_id("prompt", token)
+            self._check_id(field, token)
         return list(ids)
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -219,17 +224,31 @@ def _check_text(field: str, text: str) -> None:
         ) from None
 
 
+def one_params(params: SamplingParams | None, default: SamplingParams) -> SamplingParams:
+    """The sampling parameters of one request.
+
+    Raises:
+        RequestError: something else than a SamplingParams.
+    """
+    if params is None:
+        return default
+    return _check_one_params(params)
+
+
 def spread_params(
     params: Params, default: SamplingParams, batch: Sequence[T]
 ) -> list[SamplingParams]:
-    """One SamplingParams for each entry of `batch`."""
-    if not isinstance(batch, Sequence):
-        raise RequestError(f"expected a list, got {type(batch).__name__}", field="prompt")
-    if params is None:
-        return [default] * len(batch)
-    if isinstance(params, SamplingParams):
-        return [params] * len(batch)
-    own = list(params)
+    """One SamplingParams for each entry of `batch`.
+
+    Raises:
+        RequestError: something else than SamplingParams, or another number of them.
+    """
+    _check_batch("prompt", batch)
+    if params is None or isinstance(params, SamplingParams):
+        return [default if params is None else params] * len(batch)
+    if not isinstance(params, list | tuple):
+        _check_one_params(params)
+    own = [_check_one_params(entry) for entry in params]
     if len(own) != len(batch):
         raise RequestError(
             f"{len(own)} sampling parameters for {len(batch)} prompts", field="params"
@@ -237,12 +256,31 @@ def spread_params(
     return own
 
 
+def _check_one_params(params: object) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params must be SamplingParams, got {params!r}", field="params")
+    return params
+
+
+def _check_batch(field: str, batch: object) -> None:
+    if not isinstance(batch, Sequence):
+        raise RequestError(
+            f"{field} must be one entry or a list of them, got {type(batch).__name__}", field=field
+        )
+
+
 def spread_context(
     context: Prompt | Conversation | Sequence[Prompt | Conversation] | None, batch: Sequence[T]
 ) -> list[Prompt | Conversation | None]:
-    """One context for each entry of `batch`."""
+    """One context for each entry of `batch`.
+
+    Raises:
+        RequestError: neither a prompt, nor a conversation, nor a list of them.
+    """
+    _check_batch("prompt", batch)
     if context is None or is_one_prompt(context) or is_one_conversation(context):
         return [cast("Prompt | Conversation | None", context)] * len(batch)
+    _check_batch("context", context)
     return list(cast("Sequence[Prompt | Conversation]", context))
 
 
@@ -382,6 +420,10 @@ def score_requests(
         raise RequestError(
             f"context has {len(contexts)} entries for {len(texts)} texts", field="context"
         )
+    if isinstance(alternatives, bool) or not isinstance(alternatives, int):
+        raise RequestError(
+            f"alternatives must be an integer, got {alternatives!r}", field="alternatives"
+        )
     params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=alternatives)
     requests: list[Request] = []
     lengths: list[int] = []
@@ -390,7 +432,7 @@ def score_requests(
         if context is not None and is_one_conversation(context):
             before = builder.encode_chat(cast("Conversation", context))
         elif context is not None:
-            before = builder.encode(cast("Prompt", context))
+            before = builder.encode(cast("Prompt", context), field="context")
         ids = builder.encode(text, add_special_tokens=context is None)
         requests.append(builder.build([*before, *ids], params))
         lengths.append(len(before))

@@ -66,6 +66,11 @@ def _integer(name: str, value: int, low: int, high: int) -> None:
         raise RequestError(f"{name} must be in [{low}, {high}], got {value}", field=name)
 
 
+def _boolean(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, got {value!r}", field=name)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request samples. Validated on construction; see `docs/sampling.md`.
@@ -167,6 +172,8 @@ class SamplingParams:
             count = getattr(self, name)
             if count is not None:
                 _integer(name, count, 0, MAX_LOGPROBS)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            _boolean(name, getattr(self, name))
         if self.logprobs_mode not in ("raw", "processed"):
             raise RequestError(
                 f"logprobs_mode must be 'raw' or 'processed', got {self.logprobs_mode!r}",

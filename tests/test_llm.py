@@ -157,6 +157,67 @@ def test_bad_conversations_are_named(llm: LLM, messages: object) -> None:
     assert caught.value.field in ("messages", "prompt")
 
 
+@pytest.mark.parametrize("wrong", [{"temperature": 0}, 3, "greedy", [None], [{"n": 1}], 0, {}])
+@pytest.mark.parametrize("call", ["generate", "chat", "stream", "stream_chat"])
+def test_params_of_another_type_are_named(llm: LLM, call: str, wrong: object) -> None:
+    prompt = [HELLO] if "chat" in call else "x"
+    with pytest.raises(RequestError, match="SamplingParams") as caught:
+        getattr(llm, call)(prompt, wrong)
+    assert caught.value.field == "params"
+    assert llm.stats().steps == 0
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "field"),
+    [
+        ("x", {"context": 5}, "context"),
+        ("x", {"context": b"bytes"}, "context"),
+        ("x", {"context": ""}, "context"),
+        (["x", "y"], {"context": ["a", 5]}, "context"),
+        ("x", {"context": [49152]}, "context"),
+        ("x", {"alternatives": None}, "alternatives"),
+        ("x", {"alternatives": True}, "alternatives"),
+        (5, {}, "prompt"),
+    ],
+)
+def test_bad_scores_are_named(
+    llm: LLM, texts: object, options: dict[str, object], field: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.score(texts, **options)  # type: ignore[arg-type]
+    assert caught.value.field == field
+    assert llm.stats().steps == 0
+
+
+@pytest.mark.parametrize(
+    "field", ["ignore_eos", "skip_special_tokens", "include_stop_str_in_output"]
+)
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_switches_must_be_booleans(field: str, value: object) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("threads", "2"),
+        ("threads", True),
+        ("max_context", 1.5),
+        ("max_queue", None),
+        ("page_tokens", "16"),
+        ("prefix_caching", "no"),
+        ("prefix_caching", 1),
+        ("cuda_graphs", "no"),
+        ("device", 0),
+    ],
+)
+def test_settings_of_another_type_are_named(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be"):
+        LLM("smollm2", **{name: value})  # type: ignore[arg-type]
+
+
 def test_a_failed_step_is_an_error_that_keeps_the_other_answers(llm: LLM) -> None:
     with make(SchedulerConfig(max_sequences=1)) as one_by_one:
         with pytest.raises(GenerationError, match="1 of 2 answers failed") as caught:

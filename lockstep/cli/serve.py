@@ -27,7 +27,9 @@ def serve(
     max_queue: Annotated[
         int, typer.Option(help="Waiting requests beyond which clients get 429; 0 is no limit.")
     ] = 0,
-    max_sequences: Annotated[int, typer.Option(help="Sequences that run at once.")] = 64,
+    max_sequences: Annotated[
+        int, typer.Option(help="Sequences that run at once; 0 is the device's default.")
+    ] = 0,
     max_body_mb: Annotated[int, typer.Option(help="Larger request bodies get 413.")] = 32,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from tests.server.support import alive, wait_until
 
@@ -198,6 +199,26 @@ def test_serve_answers_and_ends_on_sigterm() -> None:
     assert "Traceback" not in err
     for child in children:
         wait_until(lambda child=child: not alive(int(child)))  # type: ignore[misc]
+
+
+def test_serve_leaves_the_number_of_sequences_to_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import lockstep.cli.serve as module
+    from lockstep.async_llm import AsyncLLM
+    from lockstep.cli.main import app
+
+    made: list[AsyncLLM] = []
+
+    async def keep(llm: AsyncLLM, config: object) -> None:
+        made.append(llm)
+
+    monkeypatch.setattr(module, "_serve", keep)
+    for words in ([], ["--max-sequences", "7"]):
+        assert CliRunner().invoke(app, ["serve", "smollm2", *words]).exit_code == 0
+    schedulers = [llm.client.config.scheduler for llm in made]
+    assert [scheduler.max_sequences for scheduler in schedulers] == [0, 7]
+    assert schedulers[0].resolved("cuda").max_sequences > 64
 
 
 def test_serve_on_a_taken_port_says_so() -> None:
