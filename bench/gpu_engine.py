@@ -9,6 +9,7 @@ included. `idle` is the share of a decode step in which the device waits for the
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import time
 from dataclasses import dataclass
@@ -229,7 +230,11 @@ def main() -> None:
     if "closed" in chosen or "price" in chosen:
         ours = bench.closed(256, 1024, options.output)
     if "price" in chosen:
+        # The first pool takes what the device has: nothing may hold it when the second is made.
+        # Modules and graphs refer to each other in cycles, so dropping the name does not do.
         del bench
+        gc.collect()
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
         other = Bench(runner(with_cublas(make_backend("cuda"))))
         theirs = other.closed(256, 1024, options.output)

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from tests.kernels.support import Sequences, backend, moving_rows, randn, same_bits
+from lockstep.kernels.contract import Backend
+from tests.control import RowSplitBackend, slices
+from tests.kernels.support import DTYPES, Sequences, backend, moving_rows, randn
 
 COUNTS = (2, 3, 4, 8, 16, 33, 64, 100)
 
 
-def test_plain_matmul_fails_the_row_test() -> None:
-    """torch's own matmul moves bits with the batch: the test that the others pass can fail."""
-    moved: set[tuple[torch.dtype, int]] = set()
-    for dtype in (torch.float32, torch.bfloat16):
-        for n, k in ((576, 576), (576, 1536), (960, 576)):
-            packed = backend("plain").pack(randn(n, k, dtype=dtype, seed=1))
-            x = randn(max(COUNTS), k, dtype=dtype, seed=2)
-            found = moving_rows(lambda rows, w=packed: backend("plain").linear(rows, w), x, COUNTS)
-            moved |= {(dtype, count) for count in found}
-    if moved:
-        return
-    # A machine whose matmul happens to be invariant: the comparison itself must see one ulp.
-    row = randn(4, 8)
-    other = row.clone()
-    other[2, 3] = torch.nextafter(other[2, 3], torch.tensor(torch.inf))
-    assert not same_bits(row, other)
+SHAPES = ((576, 576), (576, 1536), (960, 576))
+
+
+def moved_counts(control: Backend, dtype: torch.dtype) -> set[int]:
+    """Row counts for which the control's product moves bits, over all shapes."""
+    moved: set[int] = set()
+    for n, k in SHAPES:
+        packed = control.pack(randn(n, k, dtype=dtype, seed=1))
+        x = randn(max(COUNTS), k, dtype=dtype, seed=2)
+        moved |= moving_rows(lambda rows, w=packed: control.linear(rows, w), x, COUNTS)
+    return moved
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_split_that_follows_the_rows_fails_the_row_test(dtype: torch.dtype) -> None:
+    """Every count that takes another split than one row does is caught, on every machine."""
+    split = {count for count in COUNTS if slices(count) != slices(1)}
+    assert split <= moved_counts(RowSplitBackend(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain_matmul_fails_the_row_test(dtype: torch.dtype) -> None:
+    """torch's own matmul moves bits with the batch, unless it happens to be invariant here."""
+    if not moved_counts(backend("plain"), dtype):
+        pytest.skip(f"torch {torch.__version__} moves no bit of these {dtype} products here")
 
 
 def test_the_row_test_sees_a_tree_that_follows_the_batch() -> None:

@@ -13,11 +13,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lockstep.kernels.contract import Backend
 from lockstep.kernels.cpu import make_backend
 from lockstep.kernels.plain import PlainBackend
 from lockstep.runner import check
 from lockstep.types import ModelError
 from lockstep.weights import Checkpoint, open_checkpoint
+from tests.control import RowSplitBackend
 
 
 @pytest.fixture(scope="module", params=["smollm2", "gemma3-270m"])
@@ -56,11 +58,23 @@ def _filled(probe: check.Probe, tokens: list[int]) -> tuple[list[int], ...]:
     return pages
 
 
-def test_plain_torch_moves_bits_of_smollm2() -> None:
-    """The control: the comparison above fails without fixed trees."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_that_follow_the_batch_move_bits_of_smollm2(dtype: torch.dtype) -> None:
+    """The control: the comparison above fails on every machine where trees follow the batch."""
+    assert _moves(RowSplitBackend(), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_torch_moves_bits_of_smollm2(dtype: torch.dtype) -> None:
+    """And with torch's own products, unless they happen to be invariant."""
+    if not _moves(PlainBackend(torch.device("cpu")), dtype):
+        pytest.skip(f"torch {torch.__version__} moves no bit of SmolLM2 in {dtype} here")
+
+
+def _moves(control: Backend, dtype: torch.dtype) -> bool:
     smollm2 = open_checkpoint("smollm2")
-    probe = check.open_probe(smollm2, torch.float32, PlainBackend(torch.device("cpu")), 64 << 20)
+    probe = check.open_probe(smollm2, dtype, control, 64 << 20)
     tokens = check.prompts_of(smollm2)[0]
     alone = probe.score(tokens)
     probe.reset()
-    assert not torch.equal(alone, probe.score(tokens, chunk=1))
+    return not torch.equal(alone, probe.score(tokens, chunk=1))
