@@ -7,12 +7,14 @@ import struct
 from lockstep import LLM, Completion, SamplingParams
 
 SHARED = "You are a careful assistant. Read the statement and answer True or False. Statement: "
+# The model is undecided about these: see the gap that the test asserts.
 STATEMENTS = [
-    "The sun rises in the east.",
-    "Glass is a slow liquid.",
-    "A tomato is a vegetable.",
-    "Zero is an even number.",
+    "Oil is heavier than Cork.",
+    "Milk is heavier than Lead.",
+    "Oil is heavier than Gold.",
+    "Lead is heavier than Iron.",
 ]
+NEAR_TIE = 0.08  # nats between the two most probable tokens
 
 
 def bits(completion: Completion) -> tuple[tuple[int, ...], bytes]:
@@ -44,6 +46,9 @@ def test_c02_a_prefix_hit_does_not_flip_a_near_tie(llm: LLM) -> None:
         llm.flush_cache()
         cold.append(llm.generate(prompt, params))
         assert cold[-1].cached_tokens == 0
+        (first, one), (second, other) = cold[-1].logprobs[0].top[:2]
+        assert {llm.tokenizer.decode([token]) for token in (first, second)} == {" True", " False"}
+        assert one - other < NEAR_TIE, prompt
     llm.flush_cache()
     llm.generate(SHARED, SamplingParams(max_tokens=1))
     warm = [llm.generate(prompt, params) for prompt in prompts]
