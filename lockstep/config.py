@@ -164,7 +164,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     served_name: str = ""
-    max_body_bytes: int = 32 * 1024 * 1024
+    max_body_bytes: int = 4 * 1024 * 1024
 
     def __post_init__(self) -> None:
         _at_least("port", self.port, 0)

@@ -6,7 +6,6 @@ process boundary as it is (msgspec encodes dataclasses natively).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -44,19 +43,20 @@ class FinishReason(StrEnum):
 
 
 MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_STOPS = 256  # strings, and ids
+MAX_STOP_CHARACTERS = 4096  # of all stop strings together
+MAX_BAD_WORDS = 1024
+MAX_LOGPROB_IDS = 1024
 MAX_CHOICES = 128
 MAX_LOGPROBS = 128
 MAX_SEED = 2**63 - 1
 
 
-def _finite(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+def _finite(name: str, value: float, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} must be a number, got {value!r}", field=name)
-    bracket = "(" if open_low else "["
-    if math.isnan(value) or value < low or value > high or (open_low and value <= low):
-        raise RequestError(
-            f"{name} must be in {bracket}{low:g}, {high:g}], got {value!r}", field=name
-        )
+    if not low <= value <= high:  # NaN compares false
+        raise RequestError(f"{name} must be in [{low:g}, {high:g}], got {value!r}", field=name)
 
 
 def _integer(name: str, value: int, low: int, high: int) -> None:
@@ -84,7 +84,8 @@ class SamplingParams:
         top_p: in [0, 1]; 0 keeps the most probable token only.
         min_p: in [0, 1]; tokens below min_p times the largest probability are dropped.
         presence_penalty, frequency_penalty: in [-2, 2], over generated tokens (OpenAI).
-        repetition_penalty: > 0, over prompt and generated tokens (CTRL, Keskar et al. 2019).
+        repetition_penalty: in [0.01, 100], over prompt and generated tokens (CTRL, Keskar
+            et al. 2019).
         logit_bias: token id -> value in [-100, 100] added to its logit.
         bad_words: texts never generated (as the tokenizer writes them, with and
             without a leading space).
@@ -134,21 +135,37 @@ class SamplingParams:
                 isinstance(item, str) and item for item in value
             ):
                 raise RequestError(f"{name} must be non-empty strings, got {value!r}", field=name)
+            most = MAX_STOPS if name == "stop" else MAX_BAD_WORDS
+            if len(value) > most:
+                raise RequestError(
+                    f"{name} has {len(value)} entries, at most {most} are allowed", field=name
+                )
             object.__setattr__(self, name, tuple(value))
         for name in ("stop_token_ids", "logprob_token_ids"):
             ids = getattr(self, name)
             if not isinstance(ids, list | tuple):
                 raise RequestError(f"{name} must be a list of token ids, got {ids!r}", field=name)
+            most = MAX_STOPS if name == "stop_token_ids" else MAX_LOGPROB_IDS
+            if len(ids) > most:
+                raise RequestError(
+                    f"{name} has {len(ids)} entries, at most {most} are allowed", field=name
+                )
             for item in ids:
                 _integer(name, item, 0, 2**31 - 1)
             object.__setattr__(self, name, tuple(ids))
+        if sum(map(len, self.stop)) > MAX_STOP_CHARACTERS:
+            raise RequestError(
+                f"stop has {sum(map(len, self.stop))} characters in all, "
+                f"at most {MAX_STOP_CHARACTERS} are allowed",
+                field="stop",
+            )
         _finite("temperature", self.temperature, 0.0, 1e6)
         _finite("top_p", self.top_p, 0.0, 1.0)
         _finite("min_p", self.min_p, 0.0, 1.0)
         _integer("top_k", self.top_k, -1, 2**31 - 1)
         _finite("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _finite("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _finite("repetition_penalty", self.repetition_penalty, 0.0, 1e3, open_low=True)
+        _finite("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
             raise RequestError(
                 f"logit_bias must map at most {MAX_LOGIT_BIAS_ENTRIES} token ids to numbers",

@@ -30,7 +30,7 @@ def serve(
     max_sequences: Annotated[
         int, typer.Option(help="Sequences that run at once; 0 is the device's default.")
     ] = 0,
-    max_body_mb: Annotated[int, typer.Option(help="Larger request bodies get 413.")] = 32,
+    max_body_mb: Annotated[int, typer.Option(help="Larger request bodies get 413.")] = 4,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     backend: options.BackendName = "auto",

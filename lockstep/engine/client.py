@@ -173,7 +173,7 @@ class EngineClient:
         except asyncio.CancelledError:
             self.cancel(request.id)
             raise
-        except LockstepError:
+        except Exception:  # refused, no engine, or a value that cannot be sent
             self._forget(request.id)
             raise
         return queue
@@ -340,6 +340,9 @@ class EngineClient:
                 reason = await self._read_until_death()
             except msgspec.DecodeError as error:
                 reason = f"the engine process sent what cannot be read: {error}"
+            except Exception as error:  # whatever it was, nobody may wait for ever
+                log.exception("reading from the engine process failed")
+                reason = f"reading from the engine process failed ({type(error).__name__}: {error})"
             self.state = EngineState.RESTARTING
             self.stats = EngineStats()
             log.error("%s; restarting it", reason)
@@ -354,7 +357,7 @@ class EngineClient:
         while True:
             try:
                 await self._launch(None)
-            except LockstepError as error:
+            except (LockstepError, OSError, msgspec.DecodeError) as error:
                 log.error(
                     "restarting the engine failed: %s; next try in %.0f s",
                     error,

@@ -60,7 +60,9 @@ class _Call:
         self._echoed = ["" for _ in prompts]
         if body.echo:
             self._echoed = [
-                prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+                prompt
+                if isinstance(prompt, str)
+                else self._tokenizer.decode(prompt, skip_special_tokens=False)
                 for prompt in prompts
             ]
         self._begun: set[tuple[int, int]] = set()

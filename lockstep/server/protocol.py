@@ -6,13 +6,14 @@ server does not implement are accepted only with values that leave the answer as
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.types import RequestError, SamplingParams
 
-MAX_PROMPTS = 2048
+MAX_PROMPTS = 2048  # of a request, each choice counted
+MAX_MESSAGES = 8192
 
 
 class Body(BaseModel):
@@ -166,9 +167,10 @@ class CompletionBody(GenerationBody):
             raise RequestError("prompt must not be empty", field="prompt", code="empty_prompt")
         if isinstance(self.prompt[0], int):
             return [[token for token in self.prompt if isinstance(token, int)]]
-        if len(self.prompt) > MAX_PROMPTS:
+        if len(self.prompt) * (self.n or 1) > MAX_PROMPTS:
             raise RequestError(
-                f"prompt has {len(self.prompt)} entries, at most {MAX_PROMPTS} are allowed",
+                f"{len(self.prompt)} prompts with n={self.n or 1} ask for "
+                f"{len(self.prompt) * (self.n or 1)} answers, at most {MAX_PROMPTS} are allowed",
                 field="prompt",
             )
         return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
@@ -240,7 +242,7 @@ class ChatMessageBody(BaseModel):
 class ChatBody(GenerationBody):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: list[ChatMessageBody]
+    messages: Annotated[list[ChatMessageBody], Field(max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

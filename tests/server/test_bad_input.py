@@ -6,7 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
+from lockstep.server.protocol import MAX_MESSAGES, ChatBody
 from tests.server.support import MAX_CONTEXT
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -48,6 +50,12 @@ def check(response: httpx.Response, status: int, param: str | None = None, text:
         ("stop", ["a", ""]),
         ("stop", 3),
         ("stop", [3]),
+        ("stop", [f"s{i}" for i in range(257)]),
+        ("stop", ["x" * 4097]),
+        ("stop_token_ids", list(range(257))),
+        ("bad_words", ["w"] * 1025),
+        ("logprob_token_ids", [1] * 1025),
+        ("repetition_penalty", 5e-324),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", [49152]),
         ("logprob_token_ids", [10**12]),
@@ -229,3 +237,14 @@ def test_too_large_bodies_are_413_declared_or_not(http: httpx.Client) -> None:
 def test_other_paths_and_methods_have_the_same_shape(http: httpx.Client) -> None:
     check(http.get("/v1/nothing"), 404)
     check(http.get("/v1/completions"), 405)
+
+
+def test_prompts_times_choices_are_bounded(http: httpx.Client) -> None:
+    body = {"model": "parrot", "prompt": ["a"] * 17, "n": 128, "max_tokens": 1}
+    check(http.post("/v1/completions", json=body), 400, "prompt", "2176 answers")
+
+
+def test_a_crowd_of_messages_is_refused() -> None:
+    body = {"model": "parrot", "messages": HELLO * (MAX_MESSAGES + 1)}
+    with pytest.raises(ValidationError, match="too_long"):
+        ChatBody.model_validate(body)

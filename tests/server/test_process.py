@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -116,6 +117,38 @@ async def test_a_request_that_kills_the_engine_fails_alone_the_second_time() -> 
     while llm.client.state is not EngineState.READY:
         await asyncio.sleep(0.02)
     assert (await llm.generate("fine")).text == "fine"
+    await llm.close()
+
+
+async def test_a_defect_in_reading_fails_what_was_in_flight_and_recovers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever goes wrong while reports are read, nobody waits for ever."""
+    llm = fake_llm()
+    await llm.start()
+    client = llm.client
+
+    def broken(report: object) -> None:
+        monkeypatch.undo()
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(client, "_deliver", broken)
+    with pytest.raises(EngineUnavailable, match="a defect"):
+        await asyncio.wait_for(llm.generate("hello"), 10)
+    while client.state is not EngineState.READY:
+        await asyncio.sleep(0.02)
+    assert (await llm.generate("hello again")).text == "hello again"
+    await llm.close()
+
+
+async def test_a_message_that_cannot_be_sent_leaves_nothing_behind() -> None:
+    llm = fake_llm()
+    await llm.start()
+    request = llm.builder.build([1, 2, 3], TOKENS)
+    with pytest.raises(OverflowError):
+        await llm.client.submit(replace(request, priority=2**80))
+    assert not llm.client._queues
+    assert (await llm.generate("still here")).text == "still here"
     await llm.close()
 
 

@@ -68,6 +68,53 @@ def _merge(total_m, total_l, total, m, l, acc):
     return top, total_l, total
 
 
+@triton.jit
+def _walk(
+    m, l, acc,
+    queries, ones, position, k_cache, v_cache, pages, low, high, begin, last, page_stride, scale,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the blocks of positions from `low` below `high` of one segment.
+
+    Without MASKED every row of the tile sees every position of them.
+    """
+    DTYPE: tl.constexpr = k_cache.dtype.element_ty
+    key = tl.arange(0, BLOCK)
+    size = tl.arange(0, SIZE)
+    for start in range(low, high, BLOCK):
+        at = start + key
+        if MASKED:
+            known = (at >= begin) & (at <= last)
+            page = tl.load(pages + at // PAGE_TOKENS, mask=known, other=-1)
+            known = known & (page >= 0)
+        else:
+            page = tl.load(pages + at // PAGE_TOKENS)
+        cell = page.to(tl.int64) * page_stride + (at % PAGE_TOKENS) * SIZE
+        offset = cell[:, None] + size[None, :]
+        if MASKED:
+            keys = tl.load(k_cache + offset, mask=known[:, None], other=0.0)
+            values = tl.load(v_cache + offset, mask=known[:, None], other=0.0)
+        else:
+            keys = tl.load(k_cache + offset)
+            values = tl.load(v_cache + offset)
+        scores = product(queries, keys.T, tl.zeros((BM, BLOCK), dtype=tl.float32)) * scale
+        if MASKED:
+            visible = known[None, :] & (at[None, :] <= position[:, None])
+            if WINDOW > 0:
+                visible = visible & (at[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        top = tl.maximum(m, tl.max(scores, axis=1))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        keep = tl.exp2(m - base)
+        p = tl.exp2(scores - base[:, None]).to(DTYPE)
+        m = top
+        row_sum = product(p, ones, tl.zeros((BM, 16), dtype=tl.float32))
+        acc = product(p, values, acc * keep[:, None])
+        l = l * keep + tl.max(row_sum, axis=1)  # sixteen equal columns
+    return m, l, acc
+
+
 @triton.jit(
     do_not_specialize=["runs", "table_width", "total_rows"],
     do_not_specialize_on_alignment=["query_start", "context_len", "page_table"],
@@ -104,56 +151,58 @@ def _attention_kernel(
     size = tl.arange(0, SIZE)
     flat = (row_start + row).to(tl.int64) * (KV_HEADS * GROUP) + head
     queries = tl.load(q + flat[:, None] * SIZE + size[None, :], mask=row_ok[:, None], other=0.0)
-    DTYPE: tl.constexpr = k_cache.dtype.element_ty
-    ones = tl.full((BLOCK, 16), 1.0, dtype=tl.float32).to(DTYPE)
-    nothing = tl.full((BM,), float("-inf"), dtype=tl.float32)
-    m = nothing
-    l = tl.zeros((BM,), dtype=tl.float32)
-    acc = tl.zeros((BM, SIZE), dtype=tl.float32)
-    total_m = nothing
-    total_l = l
-    total = acc
-    key = tl.arange(0, BLOCK)
+    ones = tl.full((BLOCK, 16), 1.0, dtype=tl.float32).to(k_cache.dtype.element_ty)
+    total_m = tl.full((BM,), float("-inf"), dtype=tl.float32)
+    total_l = tl.zeros((BM,), dtype=tl.float32)
+    total = tl.zeros((BM, SIZE), dtype=tl.float32)
     head_base = kv_head.to(tl.int64) * (PAGE_TOKENS * SIZE)
+    k_head = k_cache + head_base
+    v_head = v_cache + head_base
+    pages = page_table + run.to(tl.int64) * table_width
 
-    # One flat loop, so that the loads of the next segment are under way at a segment's end.
-    block_begin = max(low_segment * SEGMENT, (begin // BLOCK) * BLOCK)
-    block_end = min((high_segment + 1) * SEGMENT, last + 1)
-    for start in range(block_begin, block_end, BLOCK):
-        at = start + key
-        known = (at >= begin) & (at <= last)
-        page = tl.load(
-            page_table + run.to(tl.int64) * table_width + at // PAGE_TOKENS, mask=known, other=-1
-        ).to(tl.int64)
-        known = known & (page >= 0)
-        cell = page * page_stride + head_base + (at % PAGE_TOKENS) * SIZE
-        keys = tl.load(k_cache + cell[None, :] + size[:, None], mask=known[None, :], other=0.0)
-        scores = product(queries, keys, tl.zeros((BM, BLOCK), dtype=tl.float32)) * scale
-        visible = known[None, :] & (at[None, :] <= position[:, None])
+    # Blocks that every row of the tile sees whole need no masks: [whole_begin, whole_end).
+    # The loop over blocks is free of branches, so that its products stay asynchronous.
+    block_end = last + 1
+    whole_end = (context - length + first + 1) // BLOCK * BLOCK
+    whole_begin = 0
+    if WINDOW > 0:
+        whole_begin = tl.cdiv(max(0, last + 1 - WINDOW), BLOCK) * BLOCK
+        whole_end = max(whole_end, whole_begin)
+    for segment in range(low_segment, high_segment + 1):
+        m = tl.full((BM,), float("-inf"), dtype=tl.float32)
+        l = tl.zeros((BM,), dtype=tl.float32)
+        acc = tl.zeros((BM, SIZE), dtype=tl.float32)
+        low = segment * SEGMENT
+        high = min(low + SEGMENT, block_end)
+        middle = min(max(whole_end, low), high)
         if WINDOW > 0:
-            visible = visible & (at[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
-        top = tl.maximum(m, tl.max(scores, axis=1))
-        base = tl.where(top == float("-inf"), 0.0, top)
-        keep = tl.exp2(m - base)
-        p = tl.exp2(scores - base[:, None]).to(DTYPE)
-        m = top
-        row_sum = product(p, ones, tl.zeros((BM, 16), dtype=tl.float32))
-        l = l * keep + tl.max(row_sum, axis=1)  # sixteen equal columns
-        values = tl.load(v_cache + cell[:, None] + size[None, :], mask=known[:, None], other=0.0)
-        acc = product(p, values, acc * keep[:, None])
-        if not SPLIT:
-            if (start + BLOCK) % SEGMENT == 0 or start + BLOCK >= block_end:
-                total_m, total_l, total = _merge(total_m, total_l, total, m, l, acc)
-                m = nothing
-                l = tl.zeros((BM,), dtype=tl.float32)
-                acc = tl.zeros((BM, SIZE), dtype=tl.float32)
+            edge = min(max(whole_begin, low), high)
+            m, l, acc = _walk(
+                m, l, acc, queries, ones, position, k_head, v_head, pages,
+                max(low, begin // BLOCK * BLOCK), edge, begin, last, page_stride, scale,
+                True, WINDOW, BLOCK, PAGE_TOKENS, SIZE, BM,
+            )  # fmt: skip
+            low = edge
+        m, l, acc = _walk(
+            m, l, acc, queries, ones, position, k_head, v_head, pages,
+            low, middle, begin, last, page_stride, scale,
+            False, WINDOW, BLOCK, PAGE_TOKENS, SIZE, BM,
+        )  # fmt: skip
+        m, l, acc = _walk(
+            m, l, acc, queries, ones, position, k_head, v_head, pages,
+            middle, high, begin, last, page_stride, scale,
+            True, WINDOW, BLOCK, PAGE_TOKENS, SIZE, BM,
+        )  # fmt: skip
+        if SPLIT:
+            total_m, total_l, total = m, l, acc
+        else:
+            total_m, total_l, total = _merge(total_m, total_l, total, m, l, acc)
 
     if SPLIT:
         line_at = tl.program_id(2).to(tl.int64) * total_rows * (KV_HEADS * GROUP) + flat
-        tl.store(part_m + line_at, m, mask=row_ok)
-        tl.store(part_l + line_at, l, mask=row_ok)
-        tl.store(part_acc + line_at[:, None] * SIZE + size[None, :], acc, mask=row_ok[:, None])
+        tl.store(part_m + line_at, total_m, mask=row_ok)
+        tl.store(part_l + line_at, total_l, mask=row_ok)
+        tl.store(part_acc + line_at[:, None] * SIZE + size[None, :], total, mask=row_ok[:, None])
     else:
         # + 0: a zero has one sign, whether wholly masked blocks were walked or not.
         value = tl.div_rn(total, tl.broadcast_to(total_l[:, None], (BM, SIZE))) + 0.0
@@ -210,7 +259,7 @@ def _tile_lines(max_query: int, group: int, size: int, dtype: torch.dtype) -> in
     if dtype == torch.float32:
         most = 32 if size <= 64 else 16
     else:
-        most = 128 if size <= 128 else 64
+        most = 128 if size <= 64 else 64
     return max(16, power_of_two(group), min(most, power_of_two(max_query * group)))
 
 
