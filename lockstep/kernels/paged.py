@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from lockstep.kernels.contract import KVLayer
+from lockstep.kernels import exact
+from lockstep.kernels.contract import AttentionBatch, KVLayer, QKNorm, RopeTable
 
 
 def kv_layer(
@@ -46,6 +49,26 @@ def store(kv: KVLayer, slots: Tensor, k: Tensor, v: Tensor) -> None:
     page, token = places // kv.page_tokens, places % kv.page_tokens
     kv.k[page, :, token] = k[rows]
     kv.v[page, :, token] = v[rows]
+
+
+def write_kv(
+    qkv: Tensor,
+    positions: Tensor,
+    rope: RopeTable,
+    kv: KVLayer,
+    batch: AttentionBatch,
+    q_heads: int,
+    norm: QKNorm | None,
+    rms_norm: Callable[[Tensor, Tensor, float, bool], Tensor],
+) -> Tensor:
+    """`Backend.write_kv` over this layout; `rms_norm` is the backend's own."""
+    q, k, v = split_heads(qkv, q_heads, kv)
+    if norm is not None:
+        q = rms_norm(q, norm.q, norm.eps, norm.unit_offset)
+        k = rms_norm(k, norm.k, norm.eps, norm.unit_offset)
+    cos, sin = rope.cos[positions.long()], rope.sin[positions.long()]
+    store(kv, batch.slots, exact.rotate(k, cos, sin), v)
+    return exact.rotate(q, cos, sin)
 
 
 def gather(kv: KVLayer, table: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:

@@ -182,13 +182,7 @@ class TorchBackend(Backend):
         q_heads: int,
         norm: QKNorm | None = None,
     ) -> Tensor:
-        q, k, v = paged.split_heads(qkv, q_heads, kv)
-        if norm is not None:
-            q = exact.rms_norm(q, norm.q, norm.eps, norm.unit_offset)
-            k = exact.rms_norm(k, norm.k, norm.eps, norm.unit_offset)
-        cos, sin = rope.cos[positions.long()], rope.sin[positions.long()]
-        paged.store(kv, batch.slots, exact.rotate(k, cos, sin), v)
-        return exact.rotate(q, cos, sin)
+        return paged.write_kv(qkv, positions, rope, kv, batch, q_heads, norm, exact.rms_norm)
 
     def attention(
         self,
