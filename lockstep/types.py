@@ -72,6 +72,20 @@ def _boolean(name: str, value: bool) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the generated text must look like, from its first token to its end.
+
+    Attributes:
+        kind: what `source` is: a JSON Schema or "" for any JSON object, a regular
+            expression, a JSON list of texts, a grammar in Lark's EBNF.
+        source: the text of it; a JSON Schema or a list of texts as canonical JSON.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request samples. Validated on construction; see `docs/sampling.md`.
 
@@ -98,6 +112,7 @@ class SamplingParams:
         logprobs: None, or how many alternatives to report at each generated position.
         prompt_logprobs: None, or how many alternatives at each prompt position.
         logprob_token_ids: ids whose exact logprob is reported at every reported position.
+        grammar: what the generated text must look like; None leaves it free.
 
     Raises:
         RequestError: naming the field, the value and the allowed range.
@@ -125,6 +140,7 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] = ()
     logprobs_mode: Literal["raw", "processed"] = "raw"
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
@@ -197,6 +213,11 @@ class SamplingParams:
                 field="logprobs_mode",
             )
 
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise RequestError(
+                f"grammar must be a Grammar or None, got {self.grammar!r}", field="grammar"
+            )
+
     @property
     def greedy(self) -> bool:
         """True when the most probable token is taken at every position."""
@@ -236,6 +257,8 @@ class Request:
         bad_ids: token id sequences never generated, from `sampling.bad_words`.
         priority: lower runs earlier; equal priorities run in order of arrival.
         salt: part of the identity of cached prefixes; set by the server, never by a client.
+        score_from: with `sampling.prompt_logprobs`, the first prompt position whose logprob
+            is wanted; those before it may come from the prefix cache and are reported as None.
     """
 
     id: str
@@ -245,6 +268,7 @@ class Request:
     bad_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     salt: str = ""
+    score_from: int = 1
 
 
 @dataclass(frozen=True, slots=True)
