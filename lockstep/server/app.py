@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import lockstep
 from lockstep.async_llm import AsyncLLM
 from lockstep.config import ServerConfig
-from lockstep.server import chat, completions, errors, models
+from lockstep.server import chat, completions, errors, models, page
 from lockstep.server.generation import Service
 from lockstep.server.sse import ClientGone
 
@@ -25,7 +25,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     app = FastAPI(title="Lockstep", version=lockstep.__version__)
     app.state.service = Service(llm=llm, config=config, started=int(time.time()))
     app.state.throughput = models.Throughput()
-    for router in (models.router, completions.router, chat.router):
+    for router in (page.router, models.router, completions.router, chat.router):
         app.include_router(router)
     errors.install(app)
 
