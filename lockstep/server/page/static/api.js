@@ -3,6 +3,7 @@
 const KEY = "lockstep-key";
 const keyField = document.getElementById("key");
 keyField.value = sessionStorage.getItem(KEY) ?? "";
+document.getElementById("key-form").addEventListener("submit", (event) => event.preventDefault());
 keyField.addEventListener("change", () => sessionStorage.setItem(KEY, keyField.value));
 
 function headers() {
