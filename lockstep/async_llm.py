@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from enum import StrEnum
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, Unpack, cast, overload
+from typing import TYPE_CHECKING, Protocol, Self, Unpack, cast, overload
 
 from lockstep.engine.client import EngineClient, EngineUnavailable, OutputQueue, ProgressCallback
 from lockstep.outputs import (
@@ -42,13 +43,53 @@ if TYPE_CHECKING:
     from lockstep.text import Tokenizer
 
 
+class Outcome(StrEnum):
+    """What became of a request that the engine had taken; each has exactly one."""
+
+    COMPLETED = "completed"  # every choice finished, whatever the reason
+    CANCELLED = "cancelled"  # nobody wanted the rest
+    FAILED = "failed"  # the step that computed it failed
+    LOST = "lost"  # the engine process died, or the door ended the request
+
+
+class RequestWatch(Protocol):
+    """Told what becomes of one request; must not raise."""
+
+    def progress(self, delta: Delta, started: float) -> None:
+        """A delta is about to be read. `started`: as `SequenceOutput.started`."""
+
+    def ended(self, outcome: Outcome) -> None:
+        """Called once, when nothing more will be read."""
+
+
+class Doorkeeper(Protocol):
+    """Looks at every request of an `AsyncLLM` before the engine does."""
+
+    def admit(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """What is to be submitted in place of `requests`.
+
+        Raises:
+            LockstepError: none of them.
+        """
+
+    def watch(self, request: Request) -> RequestWatch:
+        """Somebody to tell about a request that the engine has taken."""
+
+
 class AnswerStream:
     """One request in the engine: iterate over its deltas, or await the whole answer."""
 
-    def __init__(self, client: EngineClient, queue: OutputQueue, answer: Answer) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        queue: OutputQueue,
+        answer: Answer,
+        watch: RequestWatch | None = None,
+    ) -> None:
         self.answer = answer
         self._client = client
         self._queue = queue
+        self._watch = watch
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -63,21 +104,33 @@ class AnswerStream:
         while not self.answer.done:
             item = await self._queue.get()
             if isinstance(item, LockstepError):
+                self._end(Outcome.LOST)
                 raise item
             delta = self.answer.push(item)
             if delta is None:
                 continue
+            if self._watch is not None:
+                self._watch.progress(delta, item.started)
             if delta.finish_reason is FinishReason.ERROR:
+                self._end(Outcome.FAILED)
                 self.cancel()
                 raise GenerationError(self.answer.failure, [self.answer.completion()])
             if delta.finish_reason is not None and item.finish is None:
                 self._client.cancel(item.request, item.choice)  # the engine knows no stop strings
+            if self.answer.done:
+                self._end(Outcome.COMPLETED)
             return delta
         raise StopAsyncIteration
 
     def cancel(self) -> None:
         """End the request in the engine; does nothing when it has ended."""
         self._client.cancel(self.answer.request.id)
+        self._end(Outcome.CANCELLED)
+
+    def _end(self, outcome: Outcome) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.ended(outcome)
 
     async def completion(self) -> Completion:
         """The whole answer; cancelling the wait cancels the request."""
@@ -97,7 +150,12 @@ class AsyncLLM:
 
     Args:
         model, settings: as `LLM`.
+
+    Attributes:
+        doorkeeper: asked about every request, if there is one.
     """
+
+    doorkeeper: Doorkeeper | None = None
 
     def __init__(self, model: str = "smollm2", **settings: Unpack[EngineSettings]) -> None:
         self._client = EngineClient(engine_config(model, **settings))
@@ -172,8 +230,11 @@ class AsyncLLM:
         """Queue requests; returns when the engine has taken all of them, or none stays.
 
         Raises:
-            RequestError, EngineUnavailable: as `EngineClient.submit`.
+            RequestError, EngineUnavailable: as `EngineClient.submit`; what `doorkeeper` raises.
         """
+        keeper = self.doorkeeper
+        if keeper is not None:
+            requests = keeper.admit(requests)
         tasks = [asyncio.create_task(self._client.submit(request)) for request in requests]
         try:
             queues = await asyncio.gather(*tasks)
@@ -185,7 +246,12 @@ class AsyncLLM:
                 self._client.cancel(request.id)
             raise
         return [
-            AnswerStream(self._client, queue, Answer(self.tokenizer, request))
+            AnswerStream(
+                self._client,
+                queue,
+                Answer(self.tokenizer, request),
+                None if keeper is None else keeper.watch(request),
+            )
             for request, queue in zip(requests, queues, strict=True)
         ]
 

@@ -190,6 +190,18 @@ class EngineClient:
         if self.state is EngineState.READY:
             self._send(messages.Cancel(request=request_id, choice=choice))
 
+    def abort(self, request_id: str, error: LockstepError) -> bool:
+        """End a request in the engine; whoever waits for it gets `error`. False if unknown."""
+        queue = self._queues.get(request_id)
+        if queue is None:
+            return False
+        admission = self._admissions.pop(request_id, None)
+        if admission is not None and not admission.done():
+            admission.set_exception(error)
+        self.cancel(request_id)
+        queue.put_nowait(error)
+        return True
+
     def flush_cache(self) -> None:
         """Forget cached prefixes before any request that is submitted later."""
         self._check_ready()
