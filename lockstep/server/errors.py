@@ -36,15 +36,29 @@ class ErrorReply(msgspec.Struct):
     error: ErrorBody
 
 
-class UnknownModel(RequestError):
+class NotFound(RequestError):
+    """The request names something that is not here."""
+
+
+class UnknownModel(NotFound):
     """The request names a model that is not served here."""
+
+
+class TooLarge(RequestError):
+    """More bytes than a limit allows."""
+
+
+class StorageUnavailable(LockstepError):
+    """The data directory takes no more: the disk is full or fails."""
 
 
 def describe(error: Exception) -> tuple[int, ErrorReply, dict[str, str]]:
     """Status, body and headers for an error that a request ran into."""
     match error:
-        case UnknownModel():
-            return _reply(404, str(error), param=error.field, code=error.code)
+        case NotFound():
+            return _reply(404, str(error), param=error.field or None, code=error.code)
+        case TooLarge():
+            return _reply(413, str(error), param=error.field or None, code=error.code)
         case RequestError(code="queue_full"):
             headers = {"Retry-After": str(QUEUE_RETRY_SECONDS)}
             return _reply(429, str(error), code=error.code, headers=headers)
@@ -55,6 +69,8 @@ def describe(error: Exception) -> tuple[int, ErrorReply, dict[str, str]]:
             if error.retry_after is not None:
                 headers["Retry-After"] = f"{error.retry_after:.0f}"
             return _reply(503, str(error), code="engine_unavailable", headers=headers)
+        case StorageUnavailable():
+            return _reply(507, str(error), code="storage_unavailable")
         case LockstepError():
             return _reply(500, str(error), code="engine_error")
         case _:
