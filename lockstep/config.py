@@ -97,7 +97,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         _at_least("page_tokens", self.page_tokens, 0)
-        _at_least("memory_bytes", self.memory_bytes, 0)
+        _at_least("cache_bytes", self.memory_bytes, 0)  # what the doors call it
         _boolean("prefix_caching", self.prefix_caching)
 
     def resolved(self, device: str) -> CacheConfig:
@@ -153,19 +153,84 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The HTTP door.
+    """The HTTP door. Every limit of 0 is none.
 
     Attributes:
         host, port: where to listen; port 0 takes a free one.
         served_name: the model name that clients use; "" means the name it was loaded by.
+        keep_alive_seconds: idle connections are closed after it; longer than a reverse
+            proxy's own, so that it never sends into a connection that is being closed.
         max_body_bytes: larger request bodies get 413.
+        max_prompt_tokens: longer prompts get 400.
+        max_output_tokens: larger `max_tokens` get 400, and it is the default where a
+            request gives none.
+        requests_per_minute, tokens_per_minute, max_concurrent: of each key, unless the
+            key has its own; of all clients together where there are no keys. Tokens are
+            those of prompts and of answers.
+        keys_file: a file of hashed API keys (`lockstep keys new`).
+        api_keys, admin_keys: further keys, in plain text: from the environment.
+        open_metrics: `/metrics` asks for no key.
+        cors_origins: origins whose pages may call; "*" is all.
+        tls_cert, tls_key, tls_key_password: PEM files; both files or none.
+        tls_client_ca: PEM file; clients must show a certificate that it has signed.
+        trusted_proxies: addresses whose X-Forwarded-* headers are believed.
+        log_format: "console" for people, "json" for machines: an object a line.
+        log_prompts: write what clients send and get into the log.
+        access_log: a line a request.
+        vllm_metric_names: give metrics that mean the same under vLLM's names as well.
+        otlp_endpoint: where traces go over OTLP and HTTP; "" means nowhere.
+        drain_seconds: how long running answers get after the first SIGTERM or SIGINT.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     served_name: str = ""
+    keep_alive_seconds: int = 75
     max_body_bytes: int = 4 * 1024 * 1024
+    max_prompt_tokens: int = 0
+    max_output_tokens: int = 0
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    max_concurrent: int = 0
+    keys_file: str = ""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)
+    open_metrics: bool = False
+    cors_origins: tuple[str, ...] = ()
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_key_password: str = field(default="", repr=False)
+    tls_client_ca: str = ""
+    trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
+    log_format: Literal["console", "json"] = "console"
+    log_prompts: bool = False
+    access_log: bool = True
+    vllm_metric_names: bool = True
+    otlp_endpoint: str = ""
+    drain_seconds: int = 30
 
     def __post_init__(self) -> None:
         _at_least("port", self.port, 0)
         _at_least("max_body_bytes", self.max_body_bytes, 1024)
+        for name in (
+            "keep_alive_seconds",
+            "max_prompt_tokens",
+            "max_output_tokens",
+            "requests_per_minute",
+            "tokens_per_minute",
+            "max_concurrent",
+            "drain_seconds",
+        ):
+            _at_least(name, getattr(self, name), 0)
+        if self.log_format not in ("console", "json"):
+            raise ConfigError(f"log_format must be console or json, got {self.log_format!r}")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            raise ConfigError(f"{given} is given without {missing}")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ConfigError("tls_client_ca is given without tls_cert and tls_key")
+        for origin in self.cors_origins:
+            if origin != "*" and not origin.startswith(("http://", "https://")):
+                raise ConfigError(
+                    f"cors_origins: {origin!r} is no origin such as https://example.org"
+                )

@@ -97,7 +97,7 @@ def plan_pool(groups: Sequence[LayerGroup], page_tokens: int, elements: int) -> 
     if num_slabs < len(pages):
         raise ConfigError(
             f"a pool of {elements} elements is too small: one page of every layer group needs "
-            f"{slab * len(pages)} (raise memory_bytes)"
+            f"{slab * len(pages)} (raise cache_bytes)"
         )
     return PoolGeometry(
         page_tokens=page_tokens,

@@ -49,7 +49,7 @@ def test_pages_fill_their_slab_and_no_other(
 
 
 def test_a_pool_that_holds_no_page_is_refused() -> None:
-    with pytest.raises(ConfigError, match="memory_bytes"):
+    with pytest.raises(ConfigError, match="cache_bytes"):
         plan_pool([FULL, SLIDING], 16, 1000)
 
 
@@ -67,7 +67,7 @@ def test_a_small_pool_shortens_the_context(tmp_path: Path) -> None:
     assert 16 <= small.max_context < 512
     assert probe_of(checkpoint).runner.max_context == 512
     assert probe_of(checkpoint, max_context=100).runner.max_context == 100
-    with pytest.raises(ConfigError, match="memory_bytes"):
+    with pytest.raises(ConfigError, match="cache_bytes"):
         probe_of(checkpoint, memory_bytes=1000)
 
 
