@@ -15,7 +15,7 @@ from lockstep.async_llm import AnswerStream, AsyncLLM
 from lockstep.config import ServerConfig
 from lockstep.outputs import Delta
 from lockstep.server.errors import UnknownModel
-from lockstep.server.replies import PromptTokensDetails, Usage
+from lockstep.server.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from lockstep.types import Request, SamplingParams
 
 T = TypeVar("T")
@@ -123,4 +123,5 @@ class Counter:
             completion_tokens=self._generated,
             total_tokens=prompt + self._generated,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=0),
         )

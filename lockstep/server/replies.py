@@ -36,6 +36,12 @@ class PromptTokensDetails(Reply):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Reply):
+    """What generated tokens were for."""
+
+    reasoning_tokens: int
+
+
 class Usage(Reply):
     """Token counts of a whole request."""
 
@@ -43,6 +49,7 @@ class Usage(Reply):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class Alternative(Reply):

@@ -1,0 +1,207 @@
+"""What every format of function calls has in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lockstep.text.events import CallClosed, CallText, Event, Reader, Text, cut_at
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that the model may call.
+
+    Attributes:
+        name: letters, digits, "_", "-" and ".", at most 64.
+        parameters: JSON Schema of the arguments, which are an object.
+        strict: calls are held to the schema while they are written.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The schema of the arguments; a function without parameters takes none."""
+        return dict(self.parameters) or {
+            "type": "object",
+            "properties": {},
+            "additionalProperties": False,
+        }
+
+    def declaration(self) -> dict[str, Any]:
+        """The function as chat templates read it (OpenAI's shape)."""
+        inner: dict[str, Any] = {"name": self.name}
+        if self.description:
+            inner["description"] = self.description
+        inner["parameters"] = dict(self.parameters) or {"type": "object", "properties": {}}
+        return {"type": "function", "function": inner}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the model calls functions.
+
+    Attributes:
+        mode: "none": it is not told of them; "auto": as it likes; "required": it answers
+            with calls and nothing else.
+        name: with "required", the one function that it calls.
+        parallel: whether one answer may hold several calls.
+    """
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    name: str | None = None
+    parallel: bool = True
+
+
+class ToolFormat(ABC):
+    """How a family of models writes calls.
+
+    Attributes:
+        name: as `tool_parser` takes it.
+        special: names of control tokens that the calls are written with. They are kept in
+            the text though control tokens are otherwise left out.
+        short_ids: the family's templates want call ids of nine letters and digits.
+    """
+
+    name: str
+    special: tuple[str, ...] = ()
+    short_ids: bool = False
+
+    @abstractmethod
+    def reader(self, functions: Sequence[Function], *, eager: bool) -> Reader:
+        """A reader of one answer; its calls are those of `functions` only.
+
+        Args:
+            eager: tell of a call while it is written. For texts that a grammar keeps in
+                form: otherwise a call is told of once it is complete, and one that breaks
+                off or goes wrong is content, with the characters that the model wrote.
+        """
+
+
+class CallReader:
+    """Base of the readers: what is content, what belongs to calls, what is held back.
+
+    A subclass is a state machine. Its constructor sets `_state`, which takes something off
+    `_buffer` and returns True, or returns False when it needs more text. White space around
+    calls is dropped.
+
+    Mutable; owned by one choice.
+    """
+
+    def __init__(self, functions: Sequence[Function], *, eager: bool) -> None:
+        self._functions = {function.name: function for function in functions}
+        self._eager = eager
+        self._state: Callable[[], bool]
+        self._buffer = ""  # read, not yet understood
+        self._raw: list[str] = []  # the call under way as the model wrote it
+        self._pending: list[Event] = []  # what it will be if it goes well
+        self._opened = False  # whether an event of it went out
+        self._space = ""  # white space that belongs to the content unless a call follows
+        self._after_call = False
+        self._out: list[Event] = []
+
+    def push(self, text: str) -> list[Event]:
+        """The events that these characters complete."""
+        self._buffer += text
+        while self._buffer and self._state():
+            pass
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        """What was held back; a call still under way is content unless it was told of."""
+        self._end()
+        if self._raw:
+            self._break()
+        self._content(self._take_buffer())
+        if self._space:
+            self._out.append(Text(self._space))
+            self._space = ""
+        return self._take()
+
+    def _end(self) -> None:
+        """The text has ended: a state that needs no more of it may conclude."""
+        return
+
+    def _take(self) -> list[Event]:
+        events, self._out = self._out, []
+        return merged(events)
+
+    def _take_buffer(self, count: int | None = None) -> str:
+        """The next `count` characters, or all."""
+        if count is None:
+            count = len(self._buffer)
+        text, self._buffer = self._buffer[:count], self._buffer[count:]
+        return text
+
+    def _content(self, text: str) -> None:
+        """Content; white space at its end waits for what follows."""
+        if self._after_call:
+            text = text.lstrip()
+        if not text:
+            return
+        self._after_call = False
+        text = self._space + text
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        if kept:
+            self._out.append(Text(kept))
+
+    def _find(self, marker: str) -> bool:
+        """Pass content on up to `marker` and take it into the call; False if it is not there."""
+        where, complete = cut_at(self._buffer, marker)
+        self._content(self._take_buffer(where))
+        if complete:
+            self._raw.append(self._take_buffer(len(marker)))
+        return complete
+
+    def _call(self, *events: Event) -> None:
+        """Events of the call under way."""
+        if not self._eager:
+            self._pending.extend(events)
+        elif events:
+            self._opened = True
+            self._drop_space()
+            self._out.extend(events)
+
+    def _close(self) -> None:
+        """The call under way is complete."""
+        self._drop_space()
+        self._out.extend(self._pending)
+        self._out.append(CallClosed())
+        self._forget()
+
+    def _break(self) -> None:
+        """The call under way is none: what was written is content unless it was told of."""
+        raw, opened = "".join(self._raw), self._opened
+        self._forget()
+        if not opened:
+            self._content(raw)
+
+    def _forget(self) -> None:
+        self._raw.clear()
+        self._pending.clear()
+        self._opened = False
+
+    def _drop_space(self) -> None:
+        self._space = ""
+        self._after_call = True
+
+
+def merged(events: Sequence[Event]) -> list[Event]:
+    """The same events with neighbouring texts of one kind joined."""
+    result: list[Event] = []
+    for event in events:
+        last = result[-1] if result else None
+        if isinstance(event, Text) and isinstance(last, Text):
+            result[-1] = Text(last.text + event.text)
+        elif isinstance(event, CallText) and isinstance(last, CallText):
+            result[-1] = CallText(last.text + event.text)
+        else:
+            result.append(event)
+    return result
