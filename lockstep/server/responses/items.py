@@ -1,0 +1,371 @@
+"""Input items as clients write them, and the conversation that a chat template reads.
+
+A client may send back any item that it was given, so whatever OpenAI's clients add to
+one (ids, statuses, parsed values, nulls) is taken too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from lockstep.server.responses.objects import (
+    AnyItem,
+    FunctionCall,
+    FunctionCallOutput,
+    InputText,
+    ItemStatus,
+    Message,
+    OutputText,
+    Reasoning,
+    ReasoningText,
+    Refusal,
+    SummaryText,
+    new_id,
+)
+from lockstep.types import RequestError
+
+MAX_ITEMS = 8192
+MAX_ID = 128  # characters
+
+
+class _Input(BaseModel):
+    """Base of input items and parts: other fields may be present if they are null or empty."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    def refuse_unknown(self, where: str) -> None:
+        """
+        Raises:
+            RequestError: a field that this server does not know, with a value.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if value not in (None, [], {}, ""):
+                raise RequestError(
+                    f"{where}.{name} is not supported by this server",
+                    field="input",
+                    code="unsupported_parameter",
+                )
+
+
+class TextPart(_Input):
+    """A part of type `input_text` or `output_text`; what a client adds to them is dropped."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    parsed: Any = None  # openai's `responses.parse` puts it there
+
+
+class RefusalPart(_Input):
+    """A part of type `refusal`."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class OtherPart(_Input):
+    """A part of a type that this server does not take."""
+
+    type: Any = None
+
+
+_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def _type_of(value: Any) -> Any:
+    return value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+
+
+def _part_tag(value: Any) -> str:
+    kind = _type_of(value)
+    return _PARTS.get(kind, "other") if isinstance(kind, str) else "other"
+
+
+InputPart = Annotated[
+    Annotated[TextPart, Tag("text")]
+    | Annotated[RefusalPart, Tag("refusal")]
+    | Annotated[OtherPart, Tag("other")],
+    Discriminator(_part_tag),
+]
+ItemId = Annotated[str, Field(min_length=1, max_length=MAX_ID)]
+
+
+class InputMessage(_Input):
+    """A message, in its short or its long form."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "system", "developer", "assistant"]
+    content: str | list[InputPart]
+    id: ItemId | None = None
+    status: ItemStatus | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+    def item(self, where: str) -> Message:
+        """The message as it is kept."""
+        own = self.role == "assistant"
+        parts = [self.content] if isinstance(self.content, str) else self.content
+        content: list[InputText | OutputText | Refusal] = []
+        for index, part in enumerate(parts):
+            if isinstance(part, RefusalPart):
+                part.refuse_unknown(f"{where}.content[{index}]")
+                content.append(Refusal(refusal=part.refusal))
+                continue
+            text = part if isinstance(part, str) else _text(part, f"{where}.content[{index}]")
+            content.append(OutputText(text=text) if own else InputText(text=text))
+        return Message(
+            id=self.id or new_id(Message),
+            status=self.status or "completed",
+            role=self.role,
+            content=tuple(content),
+            phase=self.phase or UNSET,
+        )
+
+
+class InputFunctionCall(_Input):
+    """A call that the model made earlier."""
+
+    type: Literal["function_call"]
+    call_id: ItemId
+    name: str
+    arguments: str
+    id: ItemId | None = None
+    status: ItemStatus | None = None
+    caller: dict[str, Any] | None = None
+    parsed_arguments: Any = None  # openai's `responses.parse` puts it there
+
+    def item(self, where: str) -> FunctionCall:
+        """The call as it is kept."""
+        if self.caller not in (None, {"type": "direct"}):
+            raise RequestError(f"{where}.caller must be 'direct'", field="input")
+        return FunctionCall(
+            id=self.id or new_id(FunctionCall),
+            status=self.status or "completed",
+            call_id=self.call_id,
+            name=self.name,
+            arguments=self.arguments,
+        )
+
+
+class InputFunctionCallOutput(_Input):
+    """What a function of the client returned."""
+
+    type: Literal["function_call_output"]
+    call_id: ItemId
+    output: str | list[InputPart]
+    id: ItemId | None = None
+    status: ItemStatus | None = None
+    name: str | None = None
+    caller: dict[str, Any] | None = None
+
+    def item(self, where: str) -> FunctionCallOutput:
+        """The output as it is kept."""
+        output: str | tuple[InputText, ...]
+        if isinstance(self.output, str):
+            output = self.output
+        else:
+            output = tuple(
+                InputText(text=_text(part, f"{where}.output[{index}]"))
+                for index, part in enumerate(self.output)
+            )
+        return FunctionCallOutput(
+            id=self.id or new_id(FunctionCallOutput),
+            status=self.status or "completed",
+            call_id=self.call_id,
+            output=output,
+        )
+
+
+class _ReasoningPart(_Input):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class InputReasoning(_Input):
+    """What the model thought earlier. Without `content` there is nothing to give back to it."""
+
+    type: Literal["reasoning"]
+    id: ItemId | None = None
+    summary: list[_ReasoningPart] = Field(default_factory=list)
+    content: list[_ReasoningPart] | None = None
+    encrypted_content: str | None = None
+    status: ItemStatus | None = None
+
+    def item(self, where: str) -> Reasoning:
+        """The reasoning as it is kept."""
+        return Reasoning(
+            id=self.id or new_id(Reasoning),
+            status=self.status or "completed",
+            summary=tuple(SummaryText(text=part.text) for part in self.summary),
+            content=tuple(ReasoningText(text=part.text) for part in self.content or ()),
+            encrypted_content=self.encrypted_content,
+        )
+
+
+class ItemReference(_Input):
+    """An output item of a stored response, by its id."""
+
+    type: Literal["item_reference"] | None = None
+    id: ItemId
+
+
+class OtherItem(_Input):
+    """An item of a type that this server does not take."""
+
+    type: Any = None
+
+
+_ITEMS = {
+    "message": "message",
+    "function_call": "call",
+    "function_call_output": "output",
+    "reasoning": "reasoning",
+    "item_reference": "reference",
+}
+
+
+def _item_tag(value: Any) -> str:
+    kind = _type_of(value)
+    if kind is None and isinstance(value, Mapping):
+        return "message" if "role" in value else "reference" if "id" in value else "other"
+    return _ITEMS.get(kind, "other") if isinstance(kind, str) else "other"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputFunctionCall, Tag("call")]
+    | Annotated[InputFunctionCallOutput, Tag("output")]
+    | Annotated[InputReasoning, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("reference")]
+    | Annotated[OtherItem, Tag("other")],
+    Discriminator(_item_tag),
+]
+
+
+def read(items: Sequence[BaseModel], find: Callable[[str], AnyItem | None]) -> tuple[AnyItem, ...]:
+    """The items as they are kept, each with an id.
+
+    Args:
+        find: an output item of a stored response by its id, for references.
+
+    Raises:
+        RequestError: an item or a part of a type that this server does not take, a field
+            that it does not know, or a reference to what is not stored.
+    """
+    result: list[AnyItem] = []
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
+        if isinstance(item, ItemReference):
+            found = find(item.id)
+            if found is None:
+                raise RequestError(
+                    f"{where}: no stored response has an output item {item.id!r}",
+                    field="input",
+                    code="item_not_found",
+                )
+            result.append(found)
+        elif isinstance(
+            item, InputMessage | InputFunctionCall | InputFunctionCallOutput | InputReasoning
+        ):
+            item.refuse_unknown(where)
+            result.append(item.item(where))
+        else:
+            raise RequestError(
+                f"{where}: items of type {_type_of(item)!r} are not supported by this server; "
+                f"there are {', '.join(_ITEMS)}",
+                field="input",
+                code="unsupported_parameter",
+            )
+    return tuple(result)
+
+
+def user_message(text: str) -> Message:
+    """What an input that is one string stands for."""
+    return Message(id=new_id(Message), role="user", content=(InputText(text=text),))
+
+
+def conversation(instructions: str | None, items: Sequence[AnyItem]) -> list[dict[str, Any]]:
+    """The items as a chat template reads them: OpenAI's chat messages.
+
+    What the model wrote in one turn (reasoning, text, calls) becomes one assistant message,
+    as a chat client would send it back.
+
+    Raises:
+        RequestError: the output of a call that nobody made.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    names: dict[str, str] = {}
+    turn: dict[str, Any] | None = None  # the assistant message under construction
+    for item in items:
+        match item:
+            case Message(role="assistant"):
+                if turn is None or ("content" in turn and "tool_calls" not in turn):
+                    turn = _open_turn(messages)
+                turn["content"] = turn.get("content", "") + _joined(item.content)
+            case Reasoning():
+                if not item.content:
+                    continue
+                if turn is None or turn.keys() & {"content", "tool_calls"}:
+                    turn = _open_turn(messages)
+                thought = "".join(part.text for part in item.content)
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
+            case FunctionCall():
+                names[item.call_id] = item.name
+                if turn is None:
+                    turn = _open_turn(messages)
+                turn.setdefault("tool_calls", []).append(
+                    {
+                        "id": item.call_id,
+                        "type": "function",
+                        "function": {"name": item.name, "arguments": item.arguments},
+                    }
+                )
+            case FunctionCallOutput():
+                turn = None
+                if item.call_id not in names:
+                    raise RequestError(
+                        f"input: there is no function call with call_id {item.call_id!r} "
+                        "before its output",
+                        field="input",
+                    )
+                output = item.output if isinstance(item.output, str) else _joined(item.output)
+                messages.append(
+                    {
+                        "role": "tool",
+                        "tool_call_id": item.call_id,
+                        "name": names[item.call_id],
+                        "content": output,
+                    }
+                )
+            case Message():
+                turn = None
+                role = "system" if item.role == "developer" else item.role
+                messages.append({"role": role, "content": _joined(item.content)})
+    return messages
+
+
+def _open_turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _joined(parts: Sequence[InputText | OutputText | Refusal]) -> str:
+    return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in parts)
+
+
+def _text(part: TextPart | RefusalPart | OtherPart, where: str) -> str:
+    if not isinstance(part, TextPart):
+        raise RequestError(
+            f"{where}: parts of type {_type_of(part)!r} are not supported by this server, "
+            "only text is",
+            field="input",
+            code="unsupported_parameter",
+        )
+    part.refuse_unknown(where)
+    return part.text
