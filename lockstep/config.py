@@ -180,6 +180,11 @@ class ServerConfig:
         vllm_metric_names: give metrics that mean the same under vLLM's names as well.
         otlp_endpoint: where traces go over OTLP and HTTP; "" means nowhere.
         drain_seconds: how long running answers get after the first SIGTERM or SIGINT.
+        data_dir: where files and batches live; "" means a temporary folder that goes with
+            the server. Two servers cannot share one.
+        max_file_bytes: larger uploaded files get 413.
+        batch_concurrency: lines of batches in the engine at once; 0 means as many as it
+            runs sequences.
     """
 
     host: str = "127.0.0.1"
@@ -208,11 +213,17 @@ class ServerConfig:
     vllm_metric_names: bool = True
     otlp_endpoint: str = ""
     drain_seconds: int = 30
+    data_dir: str = ""
+    max_file_bytes: int = 512 * 1024 * 1024
+    batch_concurrency: int = 0
 
     def __post_init__(self) -> None:
         _at_least("port", self.port, 0)
         _at_least("max_body_bytes", self.max_body_bytes, 1024)
+        _at_least("max_file_bytes", self.max_file_bytes, 1024)
+        _string("data_dir", self.data_dir)
         for name in (
+            "batch_concurrency",
             "keep_alive_seconds",
             "max_prompt_tokens",
             "max_output_tokens",

@@ -1,0 +1,85 @@
+"""One line answered, with patience: an engine that dies or is full does not spoil a batch.
+
+A line whose engine died under it, or whose step failed, may be the cause or a bystander.
+It is tried again in company, then alone, with no other line of any batch in the engine; a
+line that fails alone as often as it may is the cause, and its error is its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+IN_COMPANY = 2  # attempts
+ALONE = 2
+FULL_QUEUE = 30
+FIRST_PAUSE = 0.25  # seconds; doubles
+LONGEST_PAUSE = 60.0
+READY_POLL = 0.1
+
+Post = Callable[[str, bytes, Mapping[str, Any]], Awaitable[tuple[int, bytes]]]
+
+
+class Places:
+    """How many lines of all batches may be in the engine at once; first come, first served."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = asyncio.Semaphore(count)
+        self._one_alone = asyncio.Lock()
+
+    @asynccontextmanager
+    async def take(self, *, alone: bool = False) -> AsyncIterator[None]:
+        """A place, or all of them."""
+        if not alone:
+            async with self._free:
+                yield
+            return
+        async with self._one_alone:
+            held = 0
+            try:
+                for _ in range(self.count):
+                    await self._free.acquire()
+                    held += 1
+                yield
+            finally:
+                for _ in range(held):
+                    self._free.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """What answers lines: `post` a request, `ready` to take one, `places` for them."""
+
+    post: Post
+    ready: Callable[[], bool]
+    places: Places
+    first_pause: float = FIRST_PAUSE
+
+    async def answer(
+        self, endpoint: str, body: bytes, state: Mapping[str, Any]
+    ) -> tuple[int, bytes]:
+        """Status and body of the last attempt."""
+        failures = refusals = 0
+        while True:
+            async with self.places.take(alone=failures >= IN_COMPANY):
+                await self.until_ready()
+                status, reply = await self.post(endpoint, body, state)
+            if status in (500, 503):
+                failures += 1
+            elif status == 429:
+                refusals += 1
+            else:
+                return status, reply
+            if failures == IN_COMPANY + ALONE or refusals == FULL_QUEUE:
+                return status, reply
+            exponent = min(failures + refusals - 1, 16)
+            await asyncio.sleep(min(LONGEST_PAUSE, self.first_pause * 2**exponent))
+
+    async def until_ready(self) -> None:
+        """Wait while there is no engine; that is nobody's failure."""
+        while not self.ready():
+            await asyncio.sleep(READY_POLL)
