@@ -245,6 +245,9 @@ class LayerGroup:
     window: int | None = None
 
 
+Pooling = Literal["", "last", "mean"]
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request as the engine takes it: token ids, never text.
@@ -259,6 +262,9 @@ class Request:
         salt: part of the identity of cached prefixes; set by the server, never by a client.
         score_from: with `sampling.prompt_logprobs`, the first prompt position whose logprob
             is wanted; those before it may come from the prefix cache and are reported as None.
+        pooling: with max_tokens 0, what becomes of the prompt's last hidden rows (after the
+            model's final norm): "last" reports that of the last token, "mean" the mean over all
+            tokens, "" nothing.
     """
 
     id: str
@@ -269,6 +275,7 @@ class Request:
     priority: int = 0
     salt: str = ""
     score_from: int = 1
+    pooling: Pooling = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,10 +307,14 @@ class SequenceOutput:
         tokens: ids generated since the last output, in order (may be empty).
         logprobs: one entry per token in `tokens` when asked for, else empty.
         prompt_logprobs: sent once, with the first output, one entry per prompt
-            token; the first is None (nothing precedes it).
+            token; those before `Request.score_from` are None (nothing precedes the first).
         finish: set on the last output of this choice.
         cached_tokens: prompt tokens taken from the prefix cache when first admitted.
         error: set when finish is ERROR.
+        started: when the engine first took it out of the queue, in seconds of the machine's
+            monotonic clock; 0 before. No part of the answer: equality leaves it out.
+        pooled: sent once, with the last output of a pooled request: what its runs reported,
+            see `RunResult.pooled`.
     """
 
     request: str
@@ -314,6 +325,8 @@ class SequenceOutput:
     finish: FinishReason | None = None
     cached_tokens: int = 0
     error: str = ""
+    started: float = field(default=0.0, compare=False)
+    pooled: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

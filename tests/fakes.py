@@ -169,6 +169,10 @@ class FakeExecutor:
         assert not run.prompt_targets or len(run.prompt_targets) == run.logits
         assert run.logits <= len(run.tokens)
         scores = tuple(_logprob(target) for target in wanted)
+        if run.pooling:
+            assert run.logits >= 1, "a pooled run without rows"
+            assert run.sample is None, "a pooled run draws nothing"
+            return RunResult(prompt_logprobs=scores, pooled=self._pool(run))
         if run.sample is None or params is None:
             return RunResult(prompt_logprobs=scores)
         assert run.logits >= 1, "a sampled run needs logits"
@@ -179,6 +183,16 @@ class FakeExecutor:
         else:
             token = draw(self._known[run.sequence][-1], self.vocab_size, spec.choice, spec.seed)
         return RunResult(token, _logprob(token) if params.logprobs is not None else None, scores)
+
+    def _pool(self, run: TokenRun) -> bytes:
+        """Of every pooled row its prefix's hash: all of them added, or the last one."""
+        value = self._prefix(run)
+        rows = []
+        for token in run.tokens:
+            value = mix(value, token)
+            rows.append(value)
+        total = sum(rows[-run.logits :]) if run.pooling == "mean" else rows[-1]
+        return total.to_bytes(16, "little")
 
     def _place(self, run: TokenRun, group: int, position: int) -> tuple[int, int]:
         index, slot = divmod(position, self.page_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 from lockstep.cache import PrefixCache
@@ -93,6 +94,7 @@ class Engine:
                 code="queue_full",
             )
         self._check_ids(request)
+        _check_outputs(request)
         scheduler.add(request, self._max_len(request))
 
     def _check_ids(self, request: Request) -> None:
@@ -162,7 +164,7 @@ class Engine:
         """
         if self._executor is None:
             raise RequestError("the engine is closed", code="closed")
-        plan = self._scheduler.schedule()
+        plan = self._scheduler.schedule(time.monotonic())
         if plan is not None:
             try:
                 result = self._executor.execute(plan)
@@ -197,6 +199,25 @@ class Engine:
         self._outbox.clear()
         self._cache.flush()
         self._executor = None
+
+
+def _check_outputs(request: Request) -> None:
+    """Refuse reports about the prompt that make no sense."""
+    params, length = request.sampling, len(request.prompt)
+    if not 1 <= request.score_from <= length:
+        raise RequestError(
+            f"score_from must be in [1, {length}], got {request.score_from}", field="score_from"
+        )
+    if request.pooling not in ("", "last", "mean"):
+        raise RequestError(
+            f"pooling must be 'last' or 'mean', got {request.pooling!r}", field="pooling"
+        )
+    if request.pooling and (
+        params.max_tokens != 0 or params.n != 1 or params.prompt_logprobs is not None
+    ):
+        raise RequestError(
+            "a pooled request has max_tokens 0, n 1 and no prompt_logprobs", field="pooling"
+        )
 
 
 def _describe(executor: Executor, max_context: int) -> EngineInfo:

@@ -90,9 +90,13 @@ def check_result(plan: Plan, result: StepResult) -> None:
         if drawn.error:
             continue
         wanted = sum(1 for target in run.prompt_targets if target >= 0)
-        if (run.sample is not None and drawn.token is None) or len(drawn.prompt_logprobs) != wanted:
+        missing = (run.sample is not None and drawn.token is None) or (
+            bool(run.pooling) and not drawn.pooled
+        )
+        if missing or len(drawn.prompt_logprobs) != wanted:
             raise LockstepError(
-                f"step {plan.step}, sequence {run.sequence}: a token or a logprob is missing"
+                f"step {plan.step}, sequence {run.sequence}: "
+                "a token, a logprob or a pooled row is missing"
             )
 
 
@@ -121,6 +125,7 @@ class Scheduler:
         self._under_way: _Draft | None = None
         self._alone: Sequence | None = None  # see `_restart`
         self._step = 0
+        self._now = 0.0
         self._next_number = 0
         self._counts = dict.fromkeys(COUNTERS, 0)
 
@@ -177,12 +182,14 @@ class Scheduler:
 
     # --- a step ----------------------------------------------------------------------
 
-    def schedule(self) -> Plan | None:
+    def schedule(self, now: float = 0.0) -> Plan | None:
         """The next step, or None when nothing is to do. Pages are taken, copies listed, and
-        pages that the step fills are registered for sharing; `complete` or `fail` follows."""
+        pages that the step fills are registered for sharing; `complete` or `fail` follows.
+        `now` is only noted as `started` of what the step admits."""
         if self._under_way is not None:
             raise LockstepError("schedule() called before the last plan's complete() or fail()")
         self._step += 1
+        self._now = now
         draft = _Draft(self._step, self.config.max_step_tokens)
         self._make_way()
         self._plan_head(draft)
@@ -209,6 +216,9 @@ class Scheduler:
                 outputs.append(self._fail(sequence, drawn.error))
                 continue
             sequence.prompt_logprobs.extend(drawn.prompt_logprobs)
+            if run.pooling:
+                sequence.pooled.append(drawn.pooled)
+                sequence.pooled_rows = run.start + len(run.tokens)
             if run.sample is not None:
                 assert drawn.token is not None  # `check_result`
                 sequence.tokens.append(drawn.token)
@@ -224,6 +234,7 @@ class Scheduler:
                     self._prompt_logprobs(sequence) if first else None,
                     finish,
                     sequence.cached_tokens,
+                    started=sequence.started,
                 )
                 outputs.append(output)
                 if finish is not None:
@@ -233,7 +244,8 @@ class Scheduler:
                 self._counts["finished"] += 1
                 output = self._end(sequence, FinishReason.LENGTH)
                 scores = self._prompt_logprobs(sequence)
-                outputs.append(replace(output, prompt_logprobs=scores))
+                pooled = tuple(sequence.pooled)
+                outputs.append(replace(output, prompt_logprobs=scores, pooled=pooled))
         return outputs
 
     def fail(self, plan: Plan, error: str) -> list[SequenceOutput]:
@@ -257,7 +269,9 @@ class Scheduler:
 
     @staticmethod
     def _prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprob | None, ...] | None:
-        return (None, *sequence.prompt_logprobs) if sequence.scores_prompt else None
+        if not sequence.scores_prompt:
+            return None
+        return (*(None,) * sequence.request.score_from, *sequence.prompt_logprobs)
 
     # --- filling a step ------------------------------------------------------------------
 
@@ -312,7 +326,8 @@ class Scheduler:
                 newcomer = None if blocked else next(queue, None)
             else:
                 sequence = begun.pop(0)
-                if sequence.state is State.RUNNING:  # not preempted by one before it
+                # Not preempted by one before it, nor then admitted anew: that was its chunk.
+                if sequence.state is State.RUNNING and sequence.planned != draft.step:
                     self._advance(sequence, draft, limit)
 
     def _chunk_limit(self) -> int:
@@ -355,6 +370,7 @@ class Scheduler:
                 targets,
                 sequence.sample_spec() if end == total and sequence.draws else None,
                 sequence.request.sampling if targets else None,
+                sequence.request.pooling if rows else "",
             )
         )
         draft.members.append(sequence)
@@ -437,6 +453,7 @@ class Scheduler:
         draft.copies.extend(copies)
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = found
+            sequence.started = self._now
             self._counts["prompt_tokens"] += sequence.prompt_len
             self._counts["cached_tokens"] += found
         return _Admission.STARTED
@@ -519,6 +536,7 @@ class Scheduler:
             sequence.choice,
             finish=finish,
             cached_tokens=max(0, sequence.cached_tokens),
+            started=sequence.started,
         )
 
     @staticmethod

@@ -36,10 +36,14 @@ class Sequence:
         attained: tokens computed since it was last admitted.
         max_len: the sequence ends with LENGTH when it has this many tokens.
         cached_tokens: prompt tokens taken from the cache at the first admission; -1 before.
-        prompt_logprobs: entries collected so far, for prompt positions 1, 2, ...
+        prompt_logprobs: entries collected so far, for prompt positions from
+            `request.score_from` on.
+        pooled, pooled_rows: what runs have reported of pooled rows, and the position up to
+            which they have.
         waits_for, waits_until: a running sequence that computes this one's prefix,
             and the position up to which it does.
         planned: the last step that this sequence was part of.
+        started: the time that `Scheduler.schedule` was told when it first admitted it.
     """
 
     __slots__ = (
@@ -53,10 +57,13 @@ class Sequence:
         "max_len",
         "number",
         "planned",
+        "pooled",
+        "pooled_rows",
         "prompt_len",
         "prompt_logprobs",
         "rank",
         "request",
+        "started",
         "state",
         "tokens",
         "waits_for",
@@ -89,11 +96,14 @@ class Sequence:
         self.max_len = max_len
         self.cached_tokens = -1
         self.prompt_logprobs: list[TokenLogprob] = []
+        self.pooled: list[bytes] = []
+        self.pooled_rows = 0
         self.state = State.WAITING
         self.lease: Lease | None = None
         self.waits_for: Sequence | None = None
         self.waits_until = 0
         self.planned = 0
+        self.started = 0.0
 
     @property
     def remaining(self) -> int:
@@ -109,23 +119,33 @@ class Sequence:
     def reusable_limit(self) -> int:
         """Most tokens that may come from the cache.
 
-        The last token is always computed, for its logits; so is every position whose
-        prompt logprob is not known yet.
+        The last token is always computed, for its logits or its hidden row; so is every
+        position whose row has something to report that is not known yet.
         """
         limit = len(self.tokens) - 1
-        return min(limit, len(self.prompt_logprobs)) if self.scores_prompt else limit
+        if self.request.pooling == "mean":
+            return min(limit, self.pooled_rows)
+        return min(limit, self._rows_scored) if self.scores_prompt else limit
+
+    @property
+    def _rows_scored(self) -> int:
+        """Rows below it have no prompt logprob to report any more. Row p predicts token p + 1."""
+        return self.request.score_from - 1 + len(self.prompt_logprobs)
 
     def logit_rows(self, start: int, end: int) -> tuple[int, list[int]]:
-        """How many of the last rows of positions [start, end) need logits, and their targets.
-
-        Row p predicts token p + 1. Targets are prompt ids, -1 behind the prompt's last row.
-        """
-        if self.scores_prompt and len(self.prompt_logprobs) < self.prompt_len - 1:
-            first = max(start, len(self.prompt_logprobs))
+        """How many of the last rows of positions [start, end) need logits (or are pooled), and
+        their targets: prompt ids, -1 behind the prompt's last row."""
+        if self.request.pooling == "mean":
+            return max(0, end - max(start, self.pooled_rows)), []
+        if self.scores_prompt and self._rows_scored < self.prompt_len - 1:
+            first = max(start, self._rows_scored)
+            if first >= end:
+                return 0, []
             targets = self.tokens[first + 1 : min(end + 1, self.prompt_len)]
             targets.extend([-1] * (end - first - len(targets)))
             return end - first, targets
-        return (1 if end == len(self.tokens) and self.draws else 0), []
+        last = self.draws or self.request.pooling == "last"
+        return (1 if end == len(self.tokens) and last else 0), []
 
     @property
     def draws(self) -> bool:

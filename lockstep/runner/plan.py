@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lockstep.types import LayerGroup, SamplingParams, TokenLogprob
+from lockstep.types import LayerGroup, Pooling, SamplingParams, TokenLogprob
+
+POOLED_UNIT = 2.0**-24
+"""What the integers of a mean count, see `RunResult.pooled`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class TokenRun:
         prompt_params: the request's sampling parameters where `prompt_targets` are
             wanted: how many alternatives and which given ids to report, raw or
             processed. None reports the targets alone.
+        pooling: the last `logits` rows need no logits: their hidden states are pooled.
     """
 
     sequence: int
@@ -76,6 +80,7 @@ class TokenRun:
     prompt_targets: Sequence[int] = ()
     sample: SampleSpec | None = None
     prompt_params: SamplingParams | None = None
+    pooling: Pooling = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +119,18 @@ class RunResult:
         prompt_logprobs: one entry per `prompt_targets` that is not -1, in order.
         error: why this run's numbers are worthless (hidden states that are not finite),
             "" when they are sound; the other runs of the step are not affected.
+        pooled: of a run with `pooling`, one value for each hidden dimension, little-endian:
+            "last": float32, the last row after the final norm. "mean": int64, the sum over
+            the run's pooled rows in units of `POOLED_UNIT`, each value rounded to one and
+            held within +-2**18. Integers add up to the same sum in any order, so a mean does
+            not depend on how the prompt was cut into runs.
     """
 
     token: int | None = None
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str = ""
+    pooled: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from lockstep.runner.graphs import Capture, CudaCapture, DecodeGraphs
 from lockstep.runner.memory import default_pool_bytes, largest_steps, plan_pool
 from lockstep.runner.penalties import is_plain
 from lockstep.runner.plan import PageCopy, Plan, RunResult, SampleSpec, StepResult
+from lockstep.runner.pooling import pool
 from lockstep.runner.sampler import Draw, Sampler, wants_logprob
 from lockstep.types import EngineInfo, LayerGroup, SamplingParams, TokenLogprob
 from lockstep.weights import open_checkpoint
@@ -124,7 +125,7 @@ class Runner:
         self.pool_bytes = self._pool_shape.elements * size
         self.max_context = self._pool_shape.longest_sequence(self.groups, limit, step_tokens)
         if self.max_context < 1:
-            raise ConfigError(f"memory_bytes ({budget}) holds not one page of every layer group")
+            raise ConfigError(f"cache_bytes ({budget}) holds not one page of every layer group")
         if capture is None and graphs and on_cuda:
             capture = CudaCapture(backend.device)
         if capture is not None:
@@ -256,12 +257,17 @@ class Runner:
         draws: dict[int, Draw] = {}
         scores: dict[int, list[TokenLogprob]] = {}
         finite = finite_rows(exits)
+        bad = unsound_runs([row.run for row in rows], finite)
+        pooled = _pooled(plan, batch, exits)
+        if pooled:  # their rows need no head
+            heads = [i for i, row in enumerate(rows) if row.run not in pooled]
+            rows = [rows[i] for i in heads]
+            exits = exits.index_select(0, torch.tensor(heads, device=exits.device))
         for begin in range(0, len(rows), self._chunk_rows):
             chunk = rows[begin : begin + self._chunk_rows]
             logits = self.model.head(exits[begin : begin + self._chunk_rows])
             self._score_targets(logits, chunk, scores)
             self._draw_tokens(logits, plan, chunk, draws)
-        bad = unsound_runs([row.run for row in rows], finite)
         results = []
         for index in range(len(plan.runs)):
             drawn = draws.get(index)
@@ -271,6 +277,7 @@ class Runner:
                     None if drawn is None else drawn.logprob,
                     tuple(scores.get(index, ())),
                     NOT_FINITE if index in bad else "",
+                    pooled.get(index, b""),
                 )
             )
         return StepResult(plan.step, tuple(results))
@@ -384,6 +391,16 @@ def _rows_of(plan: Plan, batch: StepBatch) -> list[_Row]:
             rows[row] = _Row(index, target, params)
         rows[end - 1].spec = run.sample
     return rows
+
+
+def _pooled(plan: Plan, batch: StepBatch, exits: Tensor) -> dict[int, bytes]:
+    """What every run with pooled rows reports of them, by the run's index."""
+    at = [index for index, run in enumerate(plan.runs) if run.pooling]
+    if not at:
+        return {}
+    spans = [batch.logit_rows[index] for index in at]
+    found = pool(exits, spans, [plan.runs[index].pooling for index in at])
+    return dict(zip(at, found, strict=True))
 
 
 @contextmanager

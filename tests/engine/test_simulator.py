@@ -10,15 +10,24 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 
 from lockstep.config import CacheConfig, SchedulerConfig
 from lockstep.engine.loop import Engine
+from lockstep.engine.sequence import State
 from lockstep.runner.plan import Plan
-from lockstep.types import FinishReason, LayerGroup, Request, RequestError, SamplingParams
-from tests.fakes import FakeExecutor, expected_tokens
+from lockstep.types import (
+    FinishReason,
+    LayerGroup,
+    Request,
+    RequestError,
+    SamplingParams,
+    TokenLogprob,
+)
+from tests.fakes import FakeExecutor, expected_tokens, hashes
 
 FULL = (LayerGroup("full", "full", (0, 1), 1, 8),)
 
@@ -49,7 +58,8 @@ class Driver:
         self.requests: dict[str, Request] = {}
         self.open: set[tuple[str, int]] = set()
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
-        self.scores: dict[str, int] = {}
+        self.scores: dict[str, tuple[TokenLogprob | None, ...]] = {}
+        self.pooled: dict[str, int] = {}
         self.finish: dict[tuple[str, int], FinishReason] = {}
         self.failing = False
         self.failed_numbers: set[int] = set()
@@ -68,12 +78,13 @@ class Driver:
         chance = self.random
         shared = chance.choice(self.prefixes)
         prompt = shared[: chance.randint(1, len(shared))] + self.draw(chance.randint(0, 8))
-        count = chance.choice((0, 1, 3, 12))
+        pooling = chance.choice((*[""] * 8, "last", "mean"))
+        count = 0 if pooling else chance.choice((0, 1, 3, 12))
         params = SamplingParams(
             max_tokens=count,
-            n=chance.choice((1, 1, 1, 3)),
+            n=1 if pooling else chance.choice((1, 1, 1, 3)),
             seed=chance.randrange(3),
-            prompt_logprobs=chance.choice((None, None, None, 1)),
+            prompt_logprobs=None if pooling else chance.choice((None, None, None, 1)),
         )
         request = Request(
             f"r{len(self.requests)}",
@@ -81,6 +92,8 @@ class Driver:
             params,
             priority=chance.choice((0, 0, 0, 1, -1)),
             salt=chance.choice(("", "", "b")),
+            score_from=chance.choice((1, chance.randint(1, len(prompt)))),
+            pooling=pooling,
         )
         try:
             self.engine.submit(request)
@@ -106,7 +119,11 @@ class Driver:
             self.tokens[key].extend(output.tokens)
             if output.prompt_logprobs is not None:
                 assert output.request not in self.scores
-                self.scores[output.request] = len(output.prompt_logprobs)
+                self.scores[output.request] = output.prompt_logprobs
+            if output.pooled:
+                assert output.request not in self.pooled
+                parts = [int.from_bytes(part, "little") for part in output.pooled]
+                self.pooled[output.request] = sum(parts)
             if output.finish is not None:
                 self.finish[key] = output.finish
                 self.open.remove(key)
@@ -119,14 +136,16 @@ class Driver:
 
     def watch_the_best(self) -> None:
         """Nobody starves: whoever is best, and stays it, ends within a step for each of its own
-        tokens that are yet to be computed, plus `SLACK`, whatever else is in the queue."""
+        tokens that are yet to be computed, plus `SLACK`, whatever else is in the queue. Others
+        may have overtaken one that waited for a prefix: it then waits for those that run."""
         scheduler = self.engine._scheduler
         best = min(scheduler.running + scheduler.waiting, key=lambda s: s.rank, default=None)
         if best is None:
             return
         if best.number != self.leader:
             self.leader = best.number
-            self.allowed = best.max_len - best.computed + SLACK
+            ahead = scheduler.running if best.state is State.WAITING else []
+            self.allowed = SLACK + sum(s.max_len - s.computed for s in [best, *ahead])
         assert self.allowed > 0, f"sequence {best.number} is the best and starves"
         self.allowed -= 1
 
@@ -157,7 +176,22 @@ class Driver:
             if finish is FinishReason.LENGTH:
                 assert len(got) == len(whole)
                 if request.sampling.prompt_logprobs is not None and key[1] == 0:
-                    assert self.scores[key[0]] == len(request.prompt)
+                    self.check_scores(request, self.scores[key[0]])
+                if request.pooling:
+                    rows = hashes(request.prompt)
+                    expected = sum(rows) if request.pooling == "mean" else rows[-1]
+                    assert self.pooled[key[0]] == expected
+        self.check_leaks()
+
+    @staticmethod
+    def check_scores(request: Request, entries: Sequence[TokenLogprob | None]) -> None:
+        """Every token from `score_from` on has the entry of its own id, those before none."""
+        scored = [entry.token for entry in entries if entry is not None]
+        assert scored == list(request.prompt[request.score_from :])
+        assert entries[: request.score_from] == (None,) * request.score_from
+        assert len(entries) == len(request.prompt)
+
+    def check_leaks(self) -> None:
         stats = self.engine.stats()
         assert stats.pages_used == 0
         self.engine.flush_cache()
