@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from enum import StrEnum
 from types import TracebackType
@@ -72,8 +73,9 @@ class Doorkeeper(Protocol):
             LockstepError: none of them.
         """
 
-    def watch(self, request: Request) -> RequestWatch:
-        """Somebody to tell about a request that the engine has taken."""
+    def watch(self, request: Request, submitted: float) -> RequestWatch:
+        """Somebody to tell about a request that the engine has taken; must not raise.
+        `submitted`: when it was sent, in seconds of the monotonic clock."""
 
 
 class AnswerStream:
@@ -235,6 +237,7 @@ class AsyncLLM:
         keeper = self.doorkeeper
         if keeper is not None:
             requests = keeper.admit(requests)
+        submitted = time.monotonic()
         tasks = [asyncio.create_task(self._client.submit(request)) for request in requests]
         try:
             queues = await asyncio.gather(*tasks)
@@ -250,7 +253,7 @@ class AsyncLLM:
                 self._client,
                 queue,
                 Answer(self.tokenizer, request),
-                None if keeper is None else keeper.watch(request),
+                None if keeper is None else keeper.watch(request, submitted),
             )
             for request, queue in zip(requests, queues, strict=True)
         ]

@@ -6,17 +6,28 @@ import time
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import lockstep
 from lockstep.async_llm import AsyncLLM
 from lockstep.config import ServerConfig
-from lockstep.server import chat, completions, errors, models, page
+from lockstep.server import admin, chat, completions, errors, models, page, status
+from lockstep.server.frontdoor import CLIENT_CLOSED_REQUEST, FrontDoor
 from lockstep.server.generation import Service
+from lockstep.server.operations import Operations
 from lockstep.server.sse import ClientGone
 
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it shows in the access log
+EXPOSED_HEADERS = [
+    "x-request-id",
+    "retry-after",
+    *(
+        f"x-ratelimit-{what}-{kind}"
+        for what in ("limit", "remaining", "reset")
+        for kind in ("requests", "tokens")
+    ),
+]
 
 
 def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
@@ -24,8 +35,16 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     config = config or ServerConfig()
     app = FastAPI(title="Lockstep", version=lockstep.__version__)
     app.state.service = Service(llm=llm, config=config, started=int(time.time()))
-    app.state.throughput = models.Throughput()
-    for router in (page.router, models.router, completions.router, chat.router):
+    app.state.throughput = status.Throughput()
+    app.state.operations = operations = Operations(llm, config)
+    for router in (
+        page.router,
+        status.router,
+        admin.router,
+        models.router,
+        completions.router,
+        chat.router,
+    ):
         app.include_router(router)
     errors.install(app)
 
@@ -33,7 +52,17 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     async def on_client_gone(request: object, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
+    # The last one added is the outermost.
     app.add_middleware(BodyLimit, limit=config.max_body_bytes)
+    app.add_middleware(FrontDoor, operations=operations)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
     return app
 
 

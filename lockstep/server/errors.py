@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,12 +14,26 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from lockstep.engine.client import EngineUnavailable
+from lockstep.server import calls
 from lockstep.types import LockstepError, RequestError
 
 log = logging.getLogger("lockstep.server")
 
 QUEUE_RETRY_SECONDS = 1
-_TYPES = {404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+# Codes of errors that the framework raises, by status.
+_CODES = {
+    400: "invalid_body",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "request_too_large",
+}
 
 
 class ErrorBody(msgspec.Struct):
@@ -40,6 +55,38 @@ class NotFound(RequestError):
     """The request names something that is not here."""
 
 
+class NotAllowed(RequestError):
+    """The caller has shown no key, a wrong one, or one that may not do this.
+
+    Attributes:
+        status: 401 or 403.
+    """
+
+    def __init__(self, message: str, *, code: str, status: int = 401) -> None:
+        super().__init__(message, code=code)
+        self.status = status
+
+
+class RateLimited(RequestError):
+    """The caller has used what its limits allow.
+
+    Attributes:
+        retry_after: seconds until it may try again.
+    """
+
+    def __init__(self, message: str, *, code: str, retry_after: float) -> None:
+        super().__init__(message, code=code)
+        self.retry_after = retry_after
+
+
+class RequestCancelled(RequestError):
+    """The server's operator ended the request."""
+
+
+class Draining(EngineUnavailable):
+    """The server takes no new requests."""
+
+
 class UnknownModel(NotFound):
     """The request names a model that is not served here."""
 
@@ -59,6 +106,12 @@ def describe(error: Exception) -> tuple[int, ErrorReply, dict[str, str]]:
             return _reply(404, str(error), param=error.field or None, code=error.code)
         case TooLarge():
             return _reply(413, str(error), param=error.field or None, code=error.code)
+        case NotAllowed():
+            headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+            return _reply(error.status, str(error), code=error.code, headers=headers)
+        case RateLimited():
+            headers = {"Retry-After": _whole(error.retry_after)}
+            return _reply(429, str(error), code=error.code, headers=headers)
         case RequestError(code="queue_full"):
             headers = {"Retry-After": str(QUEUE_RETRY_SECONDS)}
             return _reply(429, str(error), code=error.code, headers=headers)
@@ -67,8 +120,9 @@ def describe(error: Exception) -> tuple[int, ErrorReply, dict[str, str]]:
         case EngineUnavailable():
             headers = {}
             if error.retry_after is not None:
-                headers["Retry-After"] = f"{error.retry_after:.0f}"
-            return _reply(503, str(error), code="engine_unavailable", headers=headers)
+                headers["Retry-After"] = _whole(error.retry_after)
+            code = "draining" if isinstance(error, Draining) else "engine_unavailable"
+            return _reply(503, str(error), code=code, headers=headers)
         case StorageUnavailable():
             return _reply(507, str(error), code="storage_unavailable")
         case LockstepError():
@@ -110,8 +164,15 @@ def install(app: FastAPI) -> None:
         text = str(error.detail)
         if error.status_code == 404 and text == "Not Found":
             text = f"there is no {request.method} {request.url.path} here"
+        code = _CODES.get(error.status_code, "http_error")
+        if text == "There was an error parsing the body":
+            text = (
+                "the body cannot be read as JSON: it is no UTF-8, nested too deeply, "
+                "or has a number of too many digits"
+            )
+            code = "invalid_json"
         headers = dict(error.headers or {})
-        return _json(*_reply(error.status_code, text, code=None, headers=headers))
+        return _json(*_reply(error.status_code, text, code=code, headers=headers))
 
     @app.exception_handler(Exception)
     async def on_unexpected_error(request: Request, error: Exception) -> Response:
@@ -127,9 +188,17 @@ def _reply(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> tuple[int, ErrorReply, dict[str, str]]:
+    call = calls.current.get()
+    if call is not None and code is not None:
+        call.error = code
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     body = ErrorReply(ErrorBody(message=message, type=kind, param=param, code=code))
     return status, body, dict(headers or {})
+
+
+def _whole(seconds: float) -> str:
+    """For a Retry-After header: rounded up, at least one."""
+    return str(max(1, math.ceil(seconds)))
 
 
 def _json(status: int, body: ErrorReply, headers: Mapping[str, str]) -> Response:

@@ -1,67 +1,15 @@
-"""`GET /v1/models`, and what the server says about itself: `/health`, `/stats`."""
+"""`GET /v1/models`: what is served."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
-
-import msgspec
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 from starlette.responses import Response
 
-from lockstep.engine.client import EngineState, EngineUnavailable
-from lockstep.server import errors, replies
+from lockstep.server import replies
 from lockstep.server.generation import Service, service_of
-from lockstep.types import EngineInfo, EngineStats
 
 router = APIRouter()
-
-RATE_WINDOW_SECONDS = 10.0
-
-
-class Health(msgspec.Struct):
-    """Reply of `GET /health`."""
-
-    status: str
-    model: str
-    restarts: int
-
-
-class Stats(msgspec.Struct):
-    """Reply of `GET /stats`.
-
-    Attributes:
-        tokens_per_second: generated tokens over the time between the polls of the last
-            ten seconds; 0 on the first poll.
-        cache_hit_rate: share of admitted prompt tokens that came from the prefix cache.
-    """
-
-    state: str
-    running: int
-    waiting: int
-    tokens_per_second: float
-    cache_hit_rate: float
-    restarts: int
-    engine: EngineStats
-    info: EngineInfo
-
-
-class Throughput:
-    """Tokens per second from a counter that is looked at now and then."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, int]] = deque()
-
-    def sample(self, now: float, count: int) -> float:
-        """The rate since the oldest sample of the window."""
-        if self._samples and count < self._samples[-1][1]:
-            self._samples.clear()  # a restarted engine counts from zero
-        self._samples.append((now, count))
-        while now - self._samples[0][0] > RATE_WINDOW_SECONDS and len(self._samples) > 2:
-            self._samples.popleft()
-        before, counted = self._samples[0]
-        return (count - counted) / (now - before) if now > before else 0.0
 
 
 @router.get("/v1/models")
@@ -77,39 +25,6 @@ async def get_model(name: str, request: HTTPRequest) -> Response:
     service = service_of(request)
     service.check_model(name)
     return Response(replies.encode(_card(service)), media_type="application/json")
-
-
-@router.get("/health")
-async def health(request: HTTPRequest) -> Response:
-    """200 when requests are taken, else 503."""
-    service = service_of(request)
-    client = service.llm.client
-    if client.state is not EngineState.READY:
-        return errors.response(
-            EngineUnavailable(f"the engine is {client.state}", retry_after=client.retry_after)
-        )
-    body = Health(status="ok", model=service.model_name, restarts=client.restarts)
-    return Response(msgspec.json.encode(body), media_type="application/json")
-
-
-@router.get("/stats")
-async def stats(request: HTTPRequest) -> Response:
-    """Gauges and counters of the engine."""
-    service = service_of(request)
-    client = service.llm.client
-    engine = service.llm.stats()
-    throughput: Throughput = request.app.state.throughput
-    body = Stats(
-        state=client.state,
-        running=engine.running,
-        waiting=engine.waiting,
-        tokens_per_second=throughput.sample(time.monotonic(), engine.generated_tokens),
-        cache_hit_rate=engine.cached_tokens / max(1, engine.prompt_tokens),
-        restarts=client.restarts,
-        engine=engine,
-        info=service.llm.info,
-    )
-    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 def _card(service: Service) -> replies.ModelCard:

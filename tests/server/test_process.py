@@ -248,12 +248,13 @@ def test_the_server_says_503_while_the_engine_is_away() -> None:
         assert any('"error"' in line and "SIGKILL" in line for line in rest)
         assert "data: [DONE]" in rest
         away = httpx.post(f"{server.url}/v1/completions", json=ask, timeout=20)
-        health = httpx.get(f"{server.url}/health")
-        for reply in (away, health):
+        ready = httpx.get(f"{server.url}/ready")
+        for reply in (away, ready):
             assert reply.status_code == 503
             assert int(reply.headers["retry-after"]) >= 1
             assert reply.json()["error"]["code"] == "engine_unavailable"
-        wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+        assert httpx.get(f"{server.url}/health").json()["engine"] == "restarting"
+        wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 200)
         back = httpx.post(f"{server.url}/v1/completions", json={**ask, "prompt": "back"})
         assert back.json()["choices"][0]["text"] == "back"
 
@@ -264,12 +265,13 @@ async def test_before_the_engine_is_ready_every_route_says_503() -> None:
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         chat = {"model": "parrot", "messages": [{"role": "user", "content": "x"}]}
         replies = [
-            await http.get("/health"),
+            await http.get("/ready"),
             await http.get("/stats"),
             await http.get("/v1/models"),
             await http.post("/v1/completions", json={"model": "parrot", "prompt": "x"}),
             await http.post("/v1/chat/completions", json=chat),
         ]
+        assert (await http.get("/health")).status_code == 200
     for reply in replies:
         assert reply.status_code == 503
         assert int(reply.headers["retry-after"]) >= 1
