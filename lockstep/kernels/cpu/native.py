@@ -33,11 +33,14 @@ _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _BLOCK = 32  # keys a block in attention.cpp
 _NORM_BLOCK = 16  # lanes of the norm in norm.h
 _MAX_HEAD_DIM = 1024
+_HUGE_PAGE = 2 << 20
+_CHUNK_BYTES = 16 << 20
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "lk_pool_new": (_P, [_I]),
     "lk_pool_free": (None, [_P]),
     "lk_panel": (_I, []),
+    "lk_advise_huge": (None, [_P, _I]),
     "lk_isa": (ctypes.c_char_p, []),
     "lk_packed_size": (_I, [_I, _I, _I]),
     "lk_pack": (None, [_P, _I, _P, _I, _I, _P, _I, _I]),
@@ -104,6 +107,40 @@ def _like(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, wha
     return tensor.data_ptr()
 
 
+class HugePages:
+    """Memory on huge pages, where the system grants them: weights and caches are walked
+    through once a step, and small pages cost a table walk for each 4 KiB of it.
+
+    Small requests share chunks; a chunk lives as long as a tensor that lies in it.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._lib = library
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor without values, aligned to 64 bytes."""
+        size = elements * dtype.itemsize
+        if size >= _CHUNK_BYTES:
+            return self._new_chunk(size)[:size].view(dtype)
+        if self._used + size > self._chunk.numel():
+            self._chunk, self._used = self._new_chunk(_CHUNK_BYTES), 0
+        found = self._chunk[self._used : self._used + size].view(dtype)
+        self._used += -(-size // 64) * 64
+        return found
+
+    def _new_chunk(self, size: int) -> Tensor:
+        whole = torch.empty(size + _HUGE_PAGE, dtype=torch.uint8)
+        start = -whole.data_ptr() % _HUGE_PAGE
+        self.advise(whole)
+        return whole[start : start + size]
+
+    def advise(self, tensor: Tensor) -> None:
+        """Ask for huge pages under a tensor that nobody has written to yet."""
+        self._lib.lk_advise_huge(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
 class NativeBackend(Backend):
     """`Backend` over the compiled library, with its own pool of threads.
 
@@ -125,6 +162,7 @@ class NativeBackend(Backend):
         self.threads = threads
         self._lib, self._built = load_library()
         self._pool = self._lib.lk_pool_new(threads)
+        self._memory = HugePages(self._lib)
 
     def __del__(self) -> None:
         pool = getattr(self, "_pool", None)
@@ -158,7 +196,7 @@ class NativeBackend(Backend):
         n, k = parts[0].shape
         code = _code(parts[0])
         size = self._lib.lk_packed_size(code, n, k)
-        data = torch.empty(size * len(parts), dtype=parts[0].dtype)
+        data = self._memory.empty(size * len(parts), parts[0].dtype)
         for index, part in enumerate(parts):
             source = part.detach().to("cpu").contiguous()
             self._lib.lk_pack(
@@ -403,6 +441,8 @@ class NativeBackend(Backend):
             raise ConfigError(
                 f"page_tokens must divide the attention block {_BLOCK}, got {page_tokens}"
             )
+        if offset == 0:
+            self._memory.advise(pool)
         size = kv_heads * page_tokens * head_dim
         pages = pool.numel() // page_stride
         return KVLayer(

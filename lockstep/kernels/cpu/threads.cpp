@@ -1,6 +1,8 @@
 #include "threads.h"
 
 #include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstdlib>
@@ -152,5 +154,18 @@ extern "C" {
 
 void* lk_pool_new(int64_t threads) { return new lk::Pool(int(threads)); }
 void lk_pool_free(void* pool) { delete static_cast<lk::Pool*>(pool); }
+
+// Asks for huge pages under the whole pages of [start, start + bytes): a wish, not a need.
+void lk_advise_huge(void* start, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
+  const uintptr_t first = (uintptr_t(start) + page - 1) / page * page;
+  const uintptr_t last = (uintptr_t(start) + uintptr_t(bytes)) / page * page;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)start;
+  (void)bytes;
+#endif
+}
 }
 #pragma GCC visibility pop
