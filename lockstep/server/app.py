@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -14,11 +16,14 @@ import lockstep
 from lockstep.async_llm import AsyncLLM
 from lockstep.config import ServerConfig
 from lockstep.server import admin, chat, completions, errors, models, page, status
+from lockstep.server.batches import routes as batches
+from lockstep.server.batches.runner import Batches
 from lockstep.server.frontdoor import CLIENT_CLOSED_REQUEST, FrontDoor
 from lockstep.server.generation import Service
 from lockstep.server.operations import Operations
 from lockstep.server.sse import ClientGone
 
+FORM_BYTES = 64 * 1024  # of an upload, beside its file
 EXPOSED_HEADERS = [
     "x-request-id",
     "retry-after",
@@ -33,7 +38,7 @@ EXPOSED_HEADERS = [
 def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     """An application over a started `AsyncLLM`; whoever started it closes it."""
     config = config or ServerConfig()
-    app = FastAPI(title="Lockstep", version=lockstep.__version__)
+    app = FastAPI(title="Lockstep", version=lockstep.__version__, lifespan=_lifespan)
     app.state.service = Service(llm=llm, config=config, started=int(time.time()))
     app.state.throughput = status.Throughput()
     app.state.operations = operations = Operations(llm, config)
@@ -44,16 +49,19 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         models.router,
         completions.router,
         chat.router,
+        batches.router,
     ):
         app.include_router(router)
     errors.install(app)
+    app.state.batches = Batches(app)
 
     @app.exception_handler(ClientGone)
     async def on_client_gone(request: object, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     # The last one added is the outermost.
-    app.add_middleware(BodyLimit, limit=config.max_body_bytes)
+    uploads = {"/v1/files": config.max_file_bytes + FORM_BYTES}
+    app.add_middleware(BodyLimit, limit=config.max_body_bytes, larger=uploads)
     app.add_middleware(FrontDoor, operations=operations)
     if config.cors_origins:
         app.add_middleware(
@@ -66,20 +74,34 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     return app
 
 
-class BodyLimit:
-    """Answers 413 to bodies over `limit` bytes, declared or counted."""
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """What works beside the requests."""
+    batches: Batches = app.state.batches
+    async with batches.running():
+        yield
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+
+class BodyLimit:
+    """Answers 413 to bodies over `limit` bytes, declared or counted.
+
+    Args:
+        larger: other limits, by path.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int, larger: Mapping[str, int]) -> None:
         self._app = app
         self._limit = limit
+        self._larger = larger
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        limit = self._larger.get(scope["path"], self._limit)
         declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > self._limit:
-            response = errors.too_large(self._limit)
+        if declared.isdigit() and int(declared) > limit:
+            response = errors.too_large(limit)
             await response(scope, receive, send)
             return
         counted = 0
@@ -88,8 +110,8 @@ class BodyLimit:
             nonlocal counted
             message = await receive()
             counted += len(message.get("body", b""))
-            if counted > self._limit:
-                raise HTTPException(413, errors.too_large_message(self._limit))
+            if counted > limit:
+                raise HTTPException(413, errors.too_large_message(limit))
             return message
 
         await self._app(scope, counting, send)

@@ -213,7 +213,7 @@ def _first_problem(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None
     A value that fits no member of a union gives one error a member; all are told.
     """
     first = errors[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
+    where = [str(part) for part in first["loc"] if part not in ("body", "query")]
     if first["type"] == "json_invalid":
         detail = first.get("ctx", {}).get("error", "")
         return f"the body is not valid JSON: {detail}", None, "invalid_json"
