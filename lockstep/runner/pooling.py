@@ -35,7 +35,7 @@ def _last(rows: Tensor) -> Tensor:
 
 def _sum(rows: Tensor) -> Tensor:
     total = torch.zeros(rows.shape[1], dtype=torch.int64, device=rows.device)
-    for part in rows.split(_ROWS):
-        values = part.to(torch.float64).clamp(-_LIMIT, _LIMIT).nan_to_num()
+    for begin in range(0, rows.shape[0], _ROWS):
+        values = rows[begin : begin + _ROWS].to(torch.float64).clamp(-_LIMIT, _LIMIT).nan_to_num()
         total += (values / POOLED_UNIT).round().to(torch.int64).sum(0)
     return total
