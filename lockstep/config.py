@@ -222,9 +222,9 @@ class ServerConfig:
         _at_least("max_body_bytes", self.max_body_bytes, 1024)
         _at_least("max_file_bytes", self.max_file_bytes, 1024)
         _string("data_dir", self.data_dir)
+        _at_least("keep_alive_seconds", self.keep_alive_seconds, 1)
         for name in (
             "batch_concurrency",
-            "keep_alive_seconds",
             "max_prompt_tokens",
             "max_output_tokens",
             "requests_per_minute",

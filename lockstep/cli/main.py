@@ -12,6 +12,7 @@ from lockstep.cli.chat import chat
 from lockstep.cli.check_model import check_model
 from lockstep.cli.doctor import doctor
 from lockstep.cli.generate import generate
+from lockstep.cli.keys import keys
 from lockstep.cli.models import models
 from lockstep.cli.serve import serve
 from lockstep.types import LockstepError
@@ -46,6 +47,7 @@ def _root(
 app.command()(chat)
 app.command()(generate)
 app.command()(serve)
+app.add_typer(keys)
 app.command()(models)
 app.command()(doctor)
 app.command("check-model")(check_model)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 import msgspec
 import zmq
 
-from lockstep import messages
+from lockstep import logs, messages
 from lockstep.config import EngineConfig
 from lockstep.types import LockstepError, RequestError
 
@@ -45,7 +45,7 @@ _PR_SET_NAME = 15
 def main() -> int:
     """Serve one engine until told to stop; returns the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the parent decides
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logs.configure()
     _set_process_name("lockstep-engine")
     start = _read_start(sys.stdin.buffer)
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()

@@ -63,6 +63,11 @@ class Operations:
         """Whether new requests are turned away."""
         return self.metrics.draining
 
+    @property
+    def leaving(self) -> bool:
+        """Whether the process is about to end."""
+        return self._leaving
+
     def drain(self, *, leaving: bool = False) -> None:
         """Turn new requests away. `leaving`: the process is about to end; no way back."""
         self.metrics.draining = True
@@ -179,7 +184,9 @@ class Watch:
         self.generated = 0
         self._operations = operations
         self._metrics = operations.metrics
-        self._allowance = operations.allowance(call)
+        # What runs behind a reply, such as a batch, has no client who could be told to wait.
+        background = call is None or call.ended
+        self._allowance = None if background else operations.allowance(call)
         self._arrived = submitted
         self._started = 0.0
         self._first = 0.0
@@ -207,7 +214,8 @@ class Watch:
         metrics.accepted += 1
         metrics.prompt_tokens += tokens
         metrics.request_prompt_tokens.observe(tokens)
-        self._allowance.charge(tokens)
+        if self._allowance is not None:
+            self._allowance.charge(tokens)
         if call is None:
             return
         if not call.requests:
@@ -260,7 +268,8 @@ class Watch:
     def _count(self, tokens: int) -> None:
         self.generated += tokens
         self._metrics.generation_tokens += tokens
-        self._allowance.charge(tokens)
+        if self._allowance is not None:
+            self._allowance.charge(tokens)
         call = self.call
         if call is not None:
             call.generated_tokens += tokens
