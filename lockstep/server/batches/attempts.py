@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 IN_COMPANY = 2  # attempts
 ALONE = 2
 FULL_QUEUE = 30
@@ -68,18 +70,34 @@ class Sender:
             async with self.places.take(alone=failures >= IN_COMPANY):
                 await self.until_ready()
                 status, reply = await self.post(endpoint, body, state)
-            if status in (500, 503):
-                failures += 1
-            elif status == 429:
+            if status == 429:
                 refusals += 1
-            else:
+            elif status not in (500, 503):
                 return status, reply
+            elif _code(reply) != "draining":  # being turned away is no failure
+                failures += 1
             if failures == IN_COMPANY + ALONE or refusals == FULL_QUEUE:
                 return status, reply
-            exponent = min(failures + refusals - 1, 16)
+            exponent = min(max(0, failures + refusals - 1), 16)
             await asyncio.sleep(min(LONGEST_PAUSE, self.first_pause * 2**exponent))
 
     async def until_ready(self) -> None:
         """Wait while there is no engine; that is nobody's failure."""
         while not self.ready():
             await asyncio.sleep(READY_POLL)
+
+
+class _Error(msgspec.Struct):
+    code: str | None = None
+
+
+class _ErrorReply(msgspec.Struct):
+    error: _Error
+
+
+def _code(reply: bytes) -> str | None:
+    """The code of an error reply."""
+    try:
+        return msgspec.json.decode(reply, type=_ErrorReply).error.code
+    except msgspec.DecodeError:
+        return None

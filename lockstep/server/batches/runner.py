@@ -140,4 +140,5 @@ class Batches:
         return Places(self._config.batch_concurrency or scheduler.max_sequences)
 
     def _is_ready(self) -> bool:
-        return self._service.llm.client.state is EngineState.READY
+        draining: bool = self._app.state.operations.draining
+        return self._service.llm.client.state is EngineState.READY and not draining
