@@ -22,6 +22,7 @@ from lockstep.types import (
     EngineInfo,
     FinishReason,
     LockstepError,
+    Pooling,
     Request,
     RequestError,
     SamplingParams,
@@ -104,31 +105,28 @@ class RequestBuilder:
         return ids
 
     def encode_chat(
-        self, messages: Conversation, template_arguments: Mapping[str, Any] | None = None
+        self,
+        messages: Conversation,
+        template_arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
+
+        Args:
+            template_arguments: further variables for the chat template.
+            tools: JSON schemas of callable functions, for a template that knows them.
 
         Raises:
             RequestError: not a list of messages, no template, or the template's complaint.
         """
-        if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
-            raise RequestError(
-                "messages must be a non-empty list of {role, content}", field="messages"
-            )
-        for message in messages:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise RequestError(
-                    f"each message must be an object with a role, got {message!r}",
-                    field="messages",
-                )
-            _check_text("messages", json.dumps(message, ensure_ascii=False, default=str))
+        check_conversation(messages)
         reserved = {"messages", "tools", "add_generation_prompt"} & set(template_arguments or {})
         if reserved:
             raise RequestError(
                 f"chat_template_kwargs may not set {', '.join(sorted(reserved))}",
                 field="chat_template_kwargs",
             )
-        return self.tokenizer.encode_chat(messages, **(template_arguments or {}))
+        return self.tokenizer.encode_chat(messages, tools=tools, **(template_arguments or {}))
 
     def build(
         self,
@@ -138,12 +136,15 @@ class RequestBuilder:
         request_id: str = "",
         priority: int = 0,
         field: str = "prompt",
+        score_from: int = 1,
+        pooling: Pooling = "",
     ) -> Request:
         """A request with its seed drawn and its stop and bad ids resolved.
 
         Args:
             ids: the prompt, already checked by `encode` or made by `encode_chat`.
             field: what the client calls the prompt, for errors.
+            score_from, pooling: see `Request`.
 
         Raises:
             RequestError: too long for the model, or an id outside the vocabulary.
@@ -167,6 +168,8 @@ class RequestBuilder:
             stop_ids=tuple(dict.fromkeys((*ends, *params.stop_token_ids))),
             bad_ids=self.tokenizer.bad_word_ids(params.bad_words) if params.bad_words else (),
             priority=priority,
+            score_from=score_from,
+            pooling=pooling,
         )
 
     def check_length(self, prompt_tokens: int, params: SamplingParams, *, field: str) -> None:
@@ -212,6 +215,22 @@ class RequestBuilder:
                 f"{field}: token id {token} is outside the vocabulary [0, {self.info.vocab_size})",
                 field=field,
             )
+
+
+def check_conversation(messages: Conversation) -> None:
+    """Refuse what no chat template can read.
+
+    Raises:
+        RequestError: not a list of messages, or text that is not valid Unicode.
+    """
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError("messages must be a non-empty list of {role, content}", field="messages")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(
+                f"each message must be an object with a role, got {message!r}", field="messages"
+            )
+        _check_text("messages", json.dumps(message, ensure_ascii=False, default=str))
 
 
 def _check_text(field: str, text: str) -> None:
@@ -313,8 +332,8 @@ class Delta:
 class _ChoiceState:
     """One choice under construction."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
-        self.stream = TextStream(tokenizer, request.prompt, request.sampling)
+    def __init__(self, tokenizer: Tokenizer, request: Request, shown: frozenset[int]) -> None:
+        self.stream = TextStream(tokenizer, request.prompt, request.sampling, shown=shown)
         self.text: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
@@ -327,14 +346,19 @@ class Answer:
 
     Mutable; owned by whoever reads the outputs. `failure` is the engine's message
     when a choice ended with an error.
+
+    Args:
+        shown: as `TextStream`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, request: Request, shown: frozenset[int] = frozenset()
+    ) -> None:
         self.request = request
         self.cached_tokens = 0
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.failure = ""
-        self._choices = [_ChoiceState(tokenizer, request) for _ in range(request.sampling.n)]
+        self._choices = [_ChoiceState(tokenizer, request, shown) for _ in range(request.sampling.n)]
 
     @property
     def done(self) -> bool:
@@ -434,7 +458,9 @@ def score_requests(
         elif context is not None:
             before = builder.encode(cast("Prompt", context), field="context")
         ids = builder.encode(text, add_special_tokens=context is None)
-        requests.append(builder.build([*before, *ids], params))
+        # What stands before the text is read, and may come from the cache.
+        first = max(1, len(before))
+        requests.append(builder.build([*before, *ids], params, score_from=first))
         lengths.append(len(before))
     return requests, lengths
 

@@ -193,13 +193,13 @@ class Tokenizer:
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Id sequences of each word, as it stands after other text with and without a space."""
         sequences = (
-            tuple(self._encode_inside(form))
+            tuple(self.encode_inside(form))
             for word in words
             for form in (word, " " + word.lstrip(" "))
         )
         return tuple(dict.fromkeys(ids for ids in sequences if ids))
 
-    def _encode_inside(self, text: str) -> list[int]:
+    def encode_inside(self, text: str) -> list[int]:
         """Ids of `text` as it stands inside a text, without an encoder's leading space."""
         if not self.strips_leading_space:
             return self.encode(text, add_special_tokens=False)
