@@ -9,6 +9,16 @@ from enum import StrEnum
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, Unpack, cast, overload
 
+from lockstep.decisions import (
+    Choice,
+    Decision,
+    Predicate,
+    Question,
+    inquire,
+    inquire_prefix,
+)
+from lockstep.decisions import Score as ScoreQuestion
+from lockstep.embeddings import PoolingKind, Vector, embed_requests, embedding
 from lockstep.engine.client import EngineClient, EngineUnavailable, OutputQueue, ProgressCallback
 from lockstep.outputs import (
     CHAT_DEFAULTS,
@@ -228,8 +238,13 @@ class AsyncLLM:
         """Forget every cached prefix, before any request that is submitted later."""
         self._client.flush_cache()
 
-    async def submit(self, requests: Sequence[Request]) -> list[AnswerStream]:
+    async def submit(
+        self, requests: Sequence[Request], *, shown: frozenset[int] = frozenset()
+    ) -> list[AnswerStream]:
         """Queue requests; returns when the engine has taken all of them, or none stays.
+
+        Args:
+            shown: control tokens that have text in the answers, see `TextStream`.
 
         Raises:
             RequestError, EngineUnavailable: as `EngineClient.submit`; what `doorkeeper` raises.
@@ -252,7 +267,7 @@ class AsyncLLM:
             AnswerStream(
                 self._client,
                 queue,
-                Answer(self.tokenizer, request),
+                Answer(self.tokenizer, request, shown),
                 None if keeper is None else keeper.watch(request, submitted),
             )
             for request, queue in zip(requests, queues, strict=True)
@@ -324,6 +339,68 @@ class AsyncLLM:
         completions = await self._run(requests)
         scores = [Score.of(c, length) for c, length in zip(completions, lengths, strict=True)]
         return scores[0] if one else scores
+
+    @overload
+    async def decide(self, given: str | Conversation, questions: Question) -> Decision: ...
+
+    @overload
+    async def decide(
+        self,
+        given: str | Conversation,
+        questions: Sequence[Question],
+    ) -> list[Decision]: ...
+
+    async def decide(
+        self,
+        given: str | Conversation,
+        questions: Question | Sequence[Question],
+    ) -> Decision | list[Decision]:
+        """As `LLM.decide`."""
+        one = isinstance(questions, Predicate | Choice | ScoreQuestion)
+        batch = cast("Sequence[Question]", [questions] if one else questions)
+        inquiry = inquire(self.builder, given, batch)
+        decisions = inquiry.decisions(await self._run(inquiry.requests))
+        return decisions[0] if one else decisions
+
+    async def decide_prefix(
+        self, given: str | Conversation, prefix: str, options: Sequence[str]
+    ) -> Decision:
+        """As `LLM.decide_prefix`."""
+        inquiry = inquire_prefix(self.builder, given, prefix, options)
+        return inquiry.decisions(await self._run(inquiry.requests))[0]
+
+    @overload  # a str is one prompt, though it is a sequence of str too
+    async def embed(  # type: ignore[overload-overlap]
+        self,
+        texts: str | Sequence[int],
+        *,
+        pooling: PoolingKind = "last",
+        dimensions: int | None = None,
+    ) -> Vector: ...
+
+    @overload
+    async def embed(
+        self,
+        texts: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        pooling: PoolingKind = "last",
+        dimensions: int | None = None,
+    ) -> list[Vector]: ...
+
+    async def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        pooling: PoolingKind = "last",
+        dimensions: int | None = None,
+    ) -> Vector | list[Vector]:
+        """As `LLM.embed`."""
+        one = is_one_prompt(texts)
+        batch = cast("Sequence[Prompt]", [texts] if one else texts)
+        requests = embed_requests(self.builder, batch, pooling, dimensions)
+        completions = await self._run(requests)
+        vectors = [embedding(completion, pooling, dimensions) for completion in completions]
+        return vectors[0] if one else vectors
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None

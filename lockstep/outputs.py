@@ -357,6 +357,7 @@ class Answer:
         self.request = request
         self.cached_tokens = 0
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self.pooled: tuple[bytes, ...] = ()
         self.failure = ""
         self._choices = [_ChoiceState(tokenizer, request, shown) for _ in range(request.sampling.n)]
 
@@ -391,6 +392,8 @@ class Answer:
             self.cached_tokens = output.cached_tokens
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
+        if output.pooled:
+            self.pooled = output.pooled
         if finish is FinishReason.ERROR:
             self.failure = output.error or "the step that computed it failed"
         return Delta(
@@ -423,6 +426,7 @@ class Answer:
             ),
             cached_tokens=self.cached_tokens,
             prompt_logprobs=self.prompt_logprobs,
+            pooled=self.pooled,
         )
 
 

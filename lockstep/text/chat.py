@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -65,6 +66,11 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+def variables_of(source: str) -> frozenset[str]:
+    """The names that a template reads from outside, such as `tools` and `enable_thinking`."""
+    return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(source)))
 
 
 def _content(content: Any, where: str) -> Any:

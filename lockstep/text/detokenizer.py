@@ -46,14 +46,24 @@ class Detokenizer:
     character that the prompt left unfinished belongs to the output when the output
     completes it; if it is never completed, its U+FFFD stays with the prompt.
 
+    Args:
+        skip_special_tokens: control tokens have no text.
+        shown: control tokens that have theirs all the same.
+
     Mutable; owned by one stream.
     """
 
     def __init__(
-        self, vocabulary: ByteVocabulary, prompt: Sequence[int], *, skip_special_tokens: bool
+        self,
+        vocabulary: ByteVocabulary,
+        prompt: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self._vocabulary = vocabulary
-        self._skip_special = skip_special_tokens
+        hidden = vocabulary.special_ids if skip_special_tokens else frozenset()
+        self._skipped = hidden - shown if shown else hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         tail = b""
         for token in reversed(prompt):
@@ -66,9 +76,7 @@ class Detokenizer:
         self._prompt_pending = bool(pending)
 
     def _bytes(self, token: int) -> bytes:
-        if self._skip_special and token in self._vocabulary.special_ids:
-            return b""
-        return self._vocabulary.token_bytes(token)
+        return b"" if token in self._skipped else self._vocabulary.token_bytes(token)
 
     def push(self, token: int) -> str:
         """The characters that `token` completes, possibly none."""

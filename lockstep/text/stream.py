@@ -39,6 +39,9 @@ class TextStream:
     token or a client's stop token that ends the sequence shows no text of its own unless
     `include_stop_str_in_output`.
 
+    Args:
+        shown: control tokens that have text though `skip_special_tokens` hides the others.
+
     Mutable; owned by one answer. After a match or a finish, further pushes add nothing.
 
     Attributes:
@@ -47,12 +50,20 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
         self._params = params
         self._detokenizer = Detokenizer(
-            tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens
+            tokenizer,
+            prompt_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            shown=shown,
         )
         self._stops = StopMatcher(params.stop)
         self._held = ""  # decoded, not yet sent

@@ -39,10 +39,13 @@ class BackgroundLLM(AsyncLLM):
     def tokenizer(self) -> Tokenizer:
         return self._llm.tokenizer
 
-    async def submit(self, requests: Sequence[Request]) -> list[AnswerStream]:
+    async def submit(
+        self, requests: Sequence[Request], *, shown: frozenset[int] = frozenset()
+    ) -> list[AnswerStream]:
         """As `AsyncLLM.submit`, behind what is not background work."""
         return await self._llm.submit(
-            [replace(request, priority=_lowered(request.priority)) for request in requests]
+            [replace(request, priority=_lowered(request.priority)) for request in requests],
+            shown=shown,
         )
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lockstep.text.events import CallClosed, CallText, Event, Reader, Text, cut_at
+from lockstep.text.tools.rules import Rules
+from lockstep.types import RequestError
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +23,30 @@ class Function:
         name: letters, digits, "_", "-" and ".", at most 64.
         parameters: JSON Schema of the arguments, which are an object.
         strict: calls are held to the schema while they are written.
+
+    Raises:
+        RequestError: a name or parameters that are none.
     """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise RequestError(
+                f"tools: a function's name is 1 to 64 letters, digits, '_', '-' and '.', "
+                f"got {self.name!r}",
+                field="tools",
+            )
+        if self.parameters and self.parameters.get("type", "object") != "object":
+            raise RequestError(
+                f"tools: the parameters of {self.name!r} must be a schema of type 'object', "
+                f"got {self.parameters['type']!r}",
+                field="tools",
+                code="invalid_function_parameters",
+            )
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -32,6 +55,17 @@ class Function:
             "type": "object",
             "properties": {},
             "additionalProperties": False,
+        }
+
+    def properties(self) -> dict[str, dict[str, Any]]:
+        """The schema of each argument, with the definitions that it may refer to."""
+        schema = self.schema
+        shared: dict[str, Any] = {
+            key: schema[key] for key in ("$defs", "definitions") if key in schema
+        }
+        return {
+            name: {**(inner if isinstance(inner, dict) else {}), **shared}
+            for name, inner in (schema.get("properties") or {}).items()
         }
 
     def declaration(self) -> dict[str, Any]:
@@ -50,12 +84,12 @@ class ToolChoice:
     Attributes:
         mode: "none": it is not told of them; "auto": as it likes; "required": it answers
             with calls and nothing else.
-        name: with "required", the one function that it calls.
+        allowed: names of those that it may call; None for all that are declared.
         parallel: whether one answer may hold several calls.
     """
 
     mode: Literal["none", "auto", "required"] = "auto"
-    name: str | None = None
+    allowed: tuple[str, ...] | None = None
     parallel: bool = True
 
 
@@ -82,6 +116,19 @@ class ToolFormat(ABC):
                 form: otherwise a call is told of once it is complete, and one that breaks
                 off or goes wrong is content, with the characters that the model wrote.
         """
+
+    @abstractmethod
+    def calls(self, rules: Rules, functions: Sequence[Function], *, several: bool) -> str:
+        """A Lark expression of a text that is calls and nothing else.
+
+        Args:
+            rules: takes the rules that the expression uses.
+            several: more than one call may stand there.
+        """
+
+    @abstractmethod
+    def mixed(self, rules: Rules, functions: Sequence[Function], *, several: bool) -> str:
+        """A Lark expression of free text in which whatever begins like a call is one."""
 
 
 class CallReader:
@@ -152,13 +199,15 @@ class CallReader:
         if kept:
             self._out.append(Text(kept))
 
-    def _find(self, marker: str) -> bool:
-        """Pass content on up to `marker` and take it into the call; False if it is not there."""
-        where, complete = cut_at(self._buffer, marker)
+    def _find(self, *markers: str) -> str | None:
+        """Pass content on up to the first of the markers and take that into the call."""
+        cuts = [(*cut_at(self._buffer, marker), marker) for marker in markers]
+        where, complete, marker = min(cuts, key=lambda cut: cut[0])
         self._content(self._take_buffer(where))
-        if complete:
-            self._raw.append(self._take_buffer(len(marker)))
-        return complete
+        if not complete:
+            return None
+        self._raw.append(self._take_buffer(len(marker)))
+        return marker
 
     def _call(self, *events: Event) -> None:
         """Events of the call under way."""

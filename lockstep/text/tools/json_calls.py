@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
+from lockstep.text.grammar import json_rule, literal
 from lockstep.text.tools.base import CallReader, Function
 from lockstep.text.tools.scan import CallScanner, JsonCall
 
@@ -14,7 +16,7 @@ class JsonCallReader(CallReader):
     Args:
         start: the marker before calls.
         end: the marker after them, or "": it may be missing, also at the end of the text.
-        bare: calls may stand without the marker at the beginning of the text.
+        bare: an object may stand without the marker at the beginning of the text.
         separators: what may stand between calls besides white space.
     """
 
@@ -34,7 +36,6 @@ class JsonCallReader(CallReader):
         self._separators = separators
         self._in_list = False
         self._scanner: CallScanner
-        self._bare = bare
         self._state = self._at_start if bare else self._outside
 
     def _at_start(self) -> bool:
@@ -42,7 +43,7 @@ class JsonCallReader(CallReader):
         stripped = self._buffer.lstrip()
         if not stripped:
             return False
-        if stripped[0] in "{[":
+        if stripped[0] == "{":
             self._raw.append(self._take_buffer(len(self._buffer) - len(stripped)))
             self._state = self._before
         else:
@@ -50,7 +51,7 @@ class JsonCallReader(CallReader):
         return True
 
     def _outside(self) -> bool:
-        if self._find(self._start):
+        if self._find(self._start) is not None:
             self._in_list = False
             self._state = self._before
             return True
@@ -118,3 +119,9 @@ class JsonCallReader(CallReader):
     def _end(self) -> None:
         if self._state == self._after:
             self._take_buffer()  # a beginning of the closing marker
+
+
+def json_call(function: Function, key: str) -> str:
+    """A Lark expression of a call as one object, its arguments under `key`."""
+    opening = f'{{"name": {json.dumps(function.name)}, "{key}": '
+    return f'{literal(opening)} {json_rule(function.schema)} "}}"'
