@@ -13,6 +13,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack, cast, overload
 
 from lockstep.async_llm import AnswerStream, AsyncLLM
+from lockstep.decisions import (
+    Choice,
+    Decision,
+    Predicate,
+    Question,
+    inquire,
+    inquire_prefix,
+)
+from lockstep.decisions import Score as ScoreQuestion
+from lockstep.embeddings import PoolingKind, Vector, embed_requests, embedding
 from lockstep.engine.client import EngineUnavailable
 from lockstep.outputs import (
     CHAT_DEFAULTS,
@@ -248,6 +258,104 @@ class LLM:
         completions = self._run(requests, progress)
         scores = [Score.of(c, length) for c, length in zip(completions, lengths, strict=True)]
         return scores[0] if one else scores
+
+    @overload
+    def decide(
+        self, given: str | Conversation, questions: Question, *, progress: bool | None = None
+    ) -> Decision: ...
+
+    @overload
+    def decide(
+        self,
+        given: str | Conversation,
+        questions: Sequence[Question],
+        *,
+        progress: bool | None = None,
+    ) -> list[Decision]: ...
+
+    def decide(
+        self,
+        given: str | Conversation,
+        questions: Question | Sequence[Question],
+        *,
+        progress: bool | None = None,
+    ) -> Decision | list[Decision]:
+        """Answer typed questions about an input with a probability for every option.
+
+        The input is read once. No question's answer depends on the others.
+
+        Args:
+            given: a text, or a conversation.
+            questions: `Predicate`, `Choice` or `Score` of `lockstep.decisions`. One in, one
+                out; a list in, a list out, in its order.
+
+        Raises:
+            RequestError, GenerationError: as `generate`.
+        """
+        one = isinstance(questions, Predicate | Choice | ScoreQuestion)
+        batch = cast("Sequence[Question]", [questions] if one else questions)
+        inquiry = inquire(self._builder, given, batch)
+        decisions = inquiry.decisions(self._run(inquiry.requests, progress))
+        return decisions[0] if one else decisions
+
+    def decide_prefix(
+        self,
+        given: str | Conversation,
+        prefix: str,
+        options: Sequence[str],
+        *,
+        progress: bool | None = None,
+    ) -> Decision:
+        """How the answer to a prompt or a conversation goes on after `prefix`: with which option.
+
+        Args:
+            prefix: the beginning of the reply, e.g. `{"decision": "`.
+            options: what may stand next. Where their first tokens differ, these are compared;
+                else the whole options are.
+        """
+        inquiry = inquire_prefix(self._builder, given, prefix, options)
+        return inquiry.decisions(self._run(inquiry.requests, progress))[0]
+
+    @overload  # a str is one prompt, though it is a sequence of str too
+    def embed(  # type: ignore[overload-overlap]
+        self,
+        texts: str | Sequence[int],
+        *,
+        pooling: PoolingKind = "last",
+        dimensions: int | None = None,
+        progress: bool | None = None,
+    ) -> Vector: ...
+
+    @overload
+    def embed(
+        self,
+        texts: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        pooling: PoolingKind = "last",
+        dimensions: int | None = None,
+        progress: bool | None = None,
+    ) -> list[Vector]: ...
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        pooling: PoolingKind = "last",
+        dimensions: int | None = None,
+        progress: bool | None = None,
+    ) -> Vector | list[Vector]:
+        """A vector of length 1 for each text: float32 [dimensions].
+
+        Args:
+            pooling: "last" takes the last token's hidden state, "mean" the mean over all tokens.
+            dimensions: keep only the first of them; by default all.
+        """
+        one = is_one_prompt(texts)
+        batch = cast("Sequence[Prompt]", [texts] if one else texts)
+        requests = embed_requests(self._builder, batch, pooling, dimensions)
+        completions = self._run(requests, progress)
+        vectors = [embedding(completion, pooling, dimensions) for completion in completions]
+        return vectors[0] if one else vectors
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None

@@ -353,6 +353,7 @@ class Completion:
     choices: tuple[Choice, ...]
     cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    pooled: tuple[bytes, ...] = ()  # see `SequenceOutput`
 
     @property
     def text(self) -> str:
@@ -382,6 +383,7 @@ class EngineInfo:
         pool_tokens: tokens that the page pool can hold at once.
         fingerprint: hash over everything that fixes the bits; answers carry it.
         load_seconds: from the start of loading to ready.
+        hidden_size: numbers of a token's hidden state; 0 where there is no model.
     """
 
     model: str
@@ -399,6 +401,7 @@ class EngineInfo:
     weight_bytes: int
     fingerprint: str
     load_seconds: float
+    hidden_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,7 +262,8 @@ class Runner:
         if pooled:  # their rows need no head
             heads = [i for i, row in enumerate(rows) if row.run not in pooled]
             rows = [rows[i] for i in heads]
-            exits = exits.index_select(0, torch.tensor(heads, device=exits.device))
+            at = torch.tensor(heads, dtype=torch.int64, device=exits.device)
+            exits = exits.index_select(0, at)
         for begin in range(0, len(rows), self._chunk_rows):
             chunk = rows[begin : begin + self._chunk_rows]
             logits = self.model.head(exits[begin : begin + self._chunk_rows])
@@ -365,6 +366,7 @@ class Runner:
                 torch=torch.__version__,
             ),
             load_seconds=self.identity.load_seconds,
+            hidden_size=self.model.hidden_size,
         )
 
 

@@ -1,0 +1,86 @@
+"""Token sequences that stand for options, and the positions at which they part.
+
+Sequences with a common beginning share its positions, so 255 options of three digits need
+some thirty rows of logits and not 765.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lockstep.types import TokenLogprob
+
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One prompt's end that shows what may follow.
+
+    Attributes:
+        path: ids to append to the prompt. The row before each of them is read, and the row
+            behind the last.
+        wanted: ids whose logprob is read at every one of these rows.
+    """
+
+    path: Path
+    wanted: tuple[int, ...]
+
+
+def shortest(sequences: Sequence[Path]) -> list[Path]:
+    """The first ids alone where these tell all sequences apart, else the whole sequences."""
+    firsts = {path[0] for path in sequences}
+    return [path[:1] for path in sequences] if len(firsts) == len(sequences) else list(sequences)
+
+
+def hidden_by(sequences: Sequence[Path]) -> tuple[int, int] | None:
+    """Indices of a sequence and of another (or an equal one) that begins with it, if any."""
+    owners: dict[Path, int] = {}
+    for index, path in enumerate(sequences):
+        if path in owners:
+            return owners[path], index
+        owners[path] = index
+    for index, path in enumerate(sequences):
+        for length in range(1, len(path)):
+            if path[:length] in owners:
+                return owners[path[:length]], index
+    return None
+
+
+def probes(sequences: Sequence[Path]) -> list[Probe]:
+    """As few prompts as show the logprob of every id of every sequence after those before it."""
+    children: dict[Path, dict[int, None]] = {}
+    for path in sequences:
+        for length in range(len(path)):
+            children.setdefault(path[:length], {})[path[length]] = None
+    inner = {path[:length] for path in children for length in range(len(path))}
+    found = []
+    for deepest in children:
+        if deepest not in inner:
+            rows = (children[deepest[:length]] for length in range(len(deepest) + 1))
+            found.append(Probe(deepest, tuple(dict.fromkeys(i for row in rows for i in row))))
+    return found
+
+
+def read(
+    sequences: Sequence[Path],
+    asked: Sequence[Probe],
+    rows: Sequence[Sequence[TokenLogprob]],
+) -> tuple[float, ...]:
+    """Logprob of each sequence: of its ids, added from the first to the last.
+
+    Args:
+        rows: for each probe the entries of the ids of its path and of the one drawn behind
+            them; `given` holds the wanted ids.
+    """
+    known: dict[Path, Mapping[int, float]] = {}
+    for probe, entries in zip(asked, rows, strict=True):
+        for length, entry in enumerate(entries):
+            node = probe.path[:length]
+            if node not in known:
+                known[node] = dict(zip(probe.wanted, entry.given, strict=True))
+    return tuple(
+        sum((known[path[:length]][path[length]] for length in range(len(path))), 0.0)
+        for path in sequences
+    )

@@ -1,0 +1,188 @@
+"""Where the probabilities of a question's options come from.
+
+A source turns a context and a question into engine requests, and their completions into
+scores. `LabelSource` reads the trunk's own head at the answer position; a branch's head will
+be another source. `prefix_scores` is the same reading behind a given beginning of a reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from string import ascii_uppercase
+from typing import Protocol
+
+from lockstep.decisions.decision import OptionScores
+from lockstep.decisions.paths import Path, Probe, hidden_by, probes, read, shortest
+from lockstep.decisions.questions import Question
+from lockstep.decisions.render import Context, question_text, suffix_ids
+from lockstep.outputs import RequestBuilder
+from lockstep.text import Tokenizer
+from lockstep.types import Completion, Request, RequestError, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Requests that answer one question, and how to read their completions.
+
+    Attributes:
+        requests: of one question; each has the context as its beginning.
+        suffix_tokens: ids of the question itself, behind the context.
+    """
+
+    requests: tuple[Request, ...]
+    suffix_tokens: int
+    sequences: tuple[Path, ...]
+    probes: tuple[Probe, ...]
+    source: str
+
+    def scores(self, completions: Sequence[Completion]) -> OptionScores:
+        """What the completions of `requests`, in their order, say about the options."""
+        rows = []
+        for probe, completion in zip(self.probes, completions, strict=True):
+            before = completion.prompt_logprobs or ()
+            entries = [entry for entry in before if entry is not None]
+            assert len(entries) == len(probe.path)
+            rows.append([*entries, *completion.logprobs])
+        return OptionScores(read(self.sequences, self.probes, rows), self.source)
+
+
+class Source(Protocol):
+    """A way to answer questions."""
+
+    def ask(
+        self, builder: RequestBuilder, context: Context, question: Question, *, priority: int = 0
+    ) -> Asked:
+        """The requests that answer `question`.
+
+        Raises:
+            RequestError: the question does not fit, or this source cannot answer it.
+        """
+        ...
+
+
+class LabelSource:
+    """The trunk's own head over labels: Yes and No, letters for options, digits for levels.
+
+    More options than there are letters (or levels than digits) are numbered with equally many
+    digits. Labels that begin with the same token are scored as sequences.
+    """
+
+    def ask(
+        self, builder: RequestBuilder, context: Context, question: Question, *, priority: int = 0
+    ) -> Asked:
+        """See `Source`."""
+        labels = labels_of(question)
+        prompt = [*context.ids, *suffix_ids(builder, context, question_text(question, labels))]
+        sequences = label_paths(builder.tokenizer, labels, context.lead)
+        return probe_options(
+            builder, prompt, sequences, len(context.ids), source="labels", priority=priority
+        )
+
+
+def labels_of(question: Question) -> tuple[str, ...]:
+    """What the model is told to answer with, for each option."""
+    count = len(question.options)
+    if question.kind == "predicate":
+        return "Yes", "No"
+    if question.kind == "choice" and count <= len(ascii_uppercase):
+        return tuple(ascii_uppercase[:count])
+    # Levels count from 0, as their values do; options from 1, as people do.
+    first = 0 if question.kind == "score" else 1
+    width = len(str(first + count - 1))
+    return tuple(f"{number:0{width}d}" for number in range(first, first + count))
+
+
+@lru_cache(maxsize=1024)
+def label_paths(tokenizer: Tokenizer, labels: tuple[str, ...], lead: str) -> tuple[Path, ...]:
+    """Ids of each label as the answer's beginning.
+
+    Raises:
+        RequestError: the vocabulary cannot tell the labels apart.
+    """
+    paths = [tuple(tokenizer.encode_inside(lead + label)) for label in labels]
+    hidden = hidden_by(paths)
+    if hidden is not None or not all(paths):
+        raise RequestError(
+            "the model's vocabulary cannot tell the labels of these options apart",
+            code="labels_not_distinct",
+        )
+    return tuple(shortest(paths))
+
+
+def probe_options(
+    builder: RequestBuilder,
+    prompt: Sequence[int],
+    sequences: Sequence[Path],
+    context_tokens: int,
+    *,
+    source: str,
+    priority: int = 0,
+) -> Asked:
+    """Requests that show the logprob of each sequence behind `prompt`."""
+    asked = probes(sequences)
+    requests = []
+    for probe in asked:
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            seed=0,
+            prompt_logprobs=0 if probe.path else None,
+            logprob_token_ids=probe.wanted,
+        )
+        requests.append(
+            builder.build(
+                [*prompt, *probe.path],
+                params,
+                priority=priority,
+                score_from=len(prompt) if probe.path else 1,
+            )
+        )
+    return Asked(
+        tuple(requests), len(prompt) - context_tokens, tuple(sequences), tuple(asked), source
+    )
+
+
+def prefix_options(
+    builder: RequestBuilder,
+    context: Sequence[int],
+    prefix: str,
+    options: Sequence[str],
+    *,
+    priority: int = 0,
+) -> Asked:
+    """Requests that show how a reply that begins with `prefix` goes on: with which option.
+
+    Where the options' first tokens differ, these alone count; else the whole options do.
+
+    Args:
+        context: ids up to where the reply begins.
+        prefix: tokenised apart from the context, and the options apart from it, as ids that
+            the same sequence may go on from.
+
+    Raises:
+        RequestError: no option, or one that begins with another.
+    """
+    encode = builder.tokenizer.encode_inside
+    paths = [tuple(encode(option)) for option in options]
+    for index, path in enumerate(paths):
+        if not path:
+            raise RequestError(f"options[{index}] must not be empty", field=f"options[{index}]")
+    hidden = hidden_by(paths)
+    if hidden is not None:
+        short, long = hidden
+        raise RequestError(
+            f"options[{long}] ({options[long]!r}) begins with options[{short}] "
+            f"({options[short]!r}): end both with what would follow them",
+            field=f"options[{long}]",
+        )
+    ahead = encode(prefix) if prefix else []
+    return probe_options(
+        builder,
+        [*context, *ahead],
+        shortest(paths),
+        len(context),
+        source="prefix",
+        priority=priority,
+    )
