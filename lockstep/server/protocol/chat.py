@@ -1,0 +1,115 @@
+"""The body of `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from lockstep.server.protocol.generation import GenerationBody
+from lockstep.types import RequestError
+
+MAX_MESSAGES = 8192
+
+
+class ChatMessageBody(BaseModel):
+    """One message. Fields that only tools or media need may be present if null or empty."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+
+    def rendered(self, index: int) -> dict[str, Any]:
+        """The message as a chat template reads it; "developer" is called "system" there.
+
+        Raises:
+            RequestError: content other than text, or a field that this server does not know.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if value not in (None, [], {}):
+                raise RequestError(
+                    f"messages[{index}].{name} is not supported by this server",
+                    field="messages",
+                    code="unsupported_parameter",
+                )
+        message = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self._text(index),
+        }
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+    def _text(self, index: int) -> str:
+        if self.content is None:
+            raise RequestError(f"messages[{index}].content is missing", field="messages")
+        if isinstance(self.content, str):
+            return self.content
+        texts: list[str] = []
+        for part in self.content:
+            text = part.get("text")
+            if part.get("type") != "text" or not isinstance(text, str):
+                raise RequestError(
+                    f"messages[{index}].content: only parts of type 'text' are supported, "
+                    f"got type {part.get('type')!r}",
+                    field="messages",
+                )
+            texts.append(text)
+        return "".join(texts)
+
+
+class ChatBody(GenerationBody):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessageBody], Field(max_length=MAX_MESSAGES)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    response_format: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None  # a hint for speed; the answer is the same
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    web_search_options: dict[str, Any] | None = None
+
+    aliases: ClassVar[dict[str, str]] = {"logprobs": "top_logprobs"}
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "response_format": ({"type": "text"},),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "reasoning_effort": ("none",),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as a chat template reads them."""
+        return [message.rendered(index) for index, message in enumerate(self.messages)]
+
+    def _own_sampling(self) -> dict[str, Any]:
+        values: dict[str, Any] = {"max_tokens": self.max_completion_tokens}
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise RequestError(
+                "give max_completion_tokens or max_tokens, not both", field="max_tokens"
+            )
+        if self.logprobs:
+            values["logprobs"] = self.top_logprobs or 0
+        else:
+            for name in ("top_logprobs", "logprob_token_ids"):
+                if getattr(self, name):
+                    raise RequestError(f"{name} needs logprobs: true", field=name)
+        return values

@@ -1,0 +1,150 @@
+"""The fields that generating routes share, and what they mean as `SamplingParams`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from lockstep.types import RequestError, SamplingParams
+
+
+class Body(BaseModel):
+    """Base of every request body."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class StreamOptions(Body):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # padding against traffic analysis; never added here
+
+
+class GenerationBody(Body):
+    """Fields that completions and chat completions share.
+
+    Attributes:
+        top_k .. logprobs_mode, ignore_eos, skip_special_tokens: extensions; see `SamplingParams`.
+        return_token_ids: extension: choices carry `token_ids`, the reply `prompt_token_ids`.
+        priority: extension: lower runs earlier.
+        user .. metadata: accepted and not used; they change no answer.
+    """
+
+    model: str
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    logprobs_mode: Literal["raw", "processed"] | None = None
+    return_token_ids: bool = False
+    priority: int = 0
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+
+    aliases: ClassVar[dict[str, str]] = {}
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    sampling_fields: ClassVar[tuple[str, ...]] = (
+        "temperature",
+        "top_p",
+        "n",
+        "max_tokens",
+        "presence_penalty",
+        "frequency_penalty",
+        "seed",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "min_tokens",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "skip_special_tokens",
+        "prompt_logprobs",
+        "logprobs_mode",
+    )
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self) -> SamplingParams:
+        """The parameters that this body asks for; fields left out or null take defaults.
+
+        Raises:
+            RequestError: naming the field as the client wrote it.
+        """
+        self._refuse_unsupported()
+        values: dict[str, Any] = self._own_sampling()
+        for name in self.sampling_fields:
+            value = getattr(self, name)
+            if value is not None:
+                values[name] = value
+        for name in ("stop", "stop_token_ids", "bad_words", "logprob_token_ids"):
+            value = getattr(self, name)
+            if value is not None:
+                values[name] = (value,) if isinstance(value, str) else tuple(value)
+        if self.logit_bias is not None:
+            values["logit_bias"] = _token_keys(self.logit_bias)
+        try:
+            return SamplingParams(**values)
+        except RequestError as error:
+            name = self.aliases.get(error.field, error.field)
+            message = str(error).replace(error.field, name, 1)
+            raise RequestError(message, field=name, code=error.code) from None
+
+    def _own_sampling(self) -> dict[str, Any]:
+        """Parameters that only this kind of body has."""
+        raise NotImplementedError
+
+    def _refuse_unsupported(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError(
+                "stream_options is only allowed with stream: true", field="stream_options"
+            )
+        for name, allowed in self.neutral.items():
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise RequestError(
+                    f"{name} is not supported by this server",
+                    field=name,
+                    code="unsupported_parameter",
+                )
+
+
+def _token_keys(bias: dict[str, float]) -> dict[int, float]:
+    """JSON object keys are strings; token ids are not."""
+    result: dict[int, float] = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise RequestError(f"logit_bias: {key!r} is not a token id", field="logit_bias")
+        token = int(key)
+        if token in result:
+            raise RequestError(f"logit_bias: token {token} is there twice", field="logit_bias")
+        result[token] = value
+    return result
