@@ -63,7 +63,9 @@ def test_cut_at_every_byte_nothing_whole_is_lost_and_nothing_is_twice(tmp_path: 
 
 
 @given(st.binary(min_size=1, max_size=60), st.booleans())
-def test_a_damaged_end_is_cut_off(tmp_path_factory: pytest.TempPathFactory, tail: bytes, zeros: bool) -> None:
+def test_a_damaged_end_is_cut_off(
+    tmp_path_factory: pytest.TempPathFactory, tail: bytes, zeros: bool
+) -> None:
     path = tmp_path_factory.mktemp("journal") / "journal"
     data = whole(path)
     path.write_bytes(data + (b"\0" * 300 if zeros else b"\0" + tail))

@@ -27,7 +27,11 @@ LIMIT = 1000
 BATCH = "batch_0123456789abcdef01234567"
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
@@ -116,7 +120,11 @@ def test_stream_false_is_no_stream() -> None:
     assert isinstance(check(request(body={"stream": None})), Line)
 
 
-@given(st.lists(st.binary(max_size=40).map(lambda b: b.replace(b"\n", b"")), max_size=12), st.booleans(), st.integers(1, 30))
+@given(
+    st.lists(st.binary(max_size=40).map(lambda b: b.replace(b"\n", b"")), max_size=12),
+    st.booleans(),
+    st.integers(1, 30),
+)
 def test_lines_are_numbered_and_blank_ones_left_out(
     parts: list[bytes], ends: bool, limit: int
 ) -> None:
@@ -169,7 +177,11 @@ def test_a_reply_becomes_one_line_whatever_it_is() -> None:
 
 
 def test_usage_is_read_under_either_name() -> None:
-    chat = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 3}}
+    chat = {
+        "prompt_tokens": 5,
+        "completion_tokens": 2,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
     responses = {
         "input_tokens": 5,
         "output_tokens": 2,
