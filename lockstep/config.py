@@ -151,15 +151,25 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
 
+# "auto" is what the model's chat template is written for; docs/tools.md has the formats.
+TOOL_PARSERS = (
+    "auto",
+    *("hermes", "llama3_json", "mistral", "mistral_named", "pythonic", "qwen3_coder"),
+)
+REASONING_PARSERS = ("auto", "none", "think", "mistral")
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The HTTP door. Every limit of 0 is none.
+    """The HTTP door. Every limit of 0 is none, unless it says otherwise.
 
     Attributes:
         host, port: where to listen; port 0 takes a free one.
         served_name: the model name that clients use; "" means the name it was loaded by.
         keep_alive_seconds: idle connections are closed after it; longer than a reverse
             proxy's own, so that it never sends into a connection that is being closed.
+        tool_parser: the format of the model's function calls, one of `TOOL_PARSERS`.
+        reasoning_parser: the markers around its reasoning, one of `REASONING_PARSERS`.
         max_body_bytes: larger request bodies get 413.
         max_prompt_tokens: longer prompts get 400.
         max_output_tokens: larger `max_tokens` get 400, and it is the default where a
@@ -185,12 +195,17 @@ class ServerConfig:
         max_file_bytes: larger uploaded files get 413.
         batch_concurrency: lines of batches in the engine at once; 0 means as many as it
             runs sequences.
+        stored_responses, stored_response_bytes, stored_response_seconds: how many of
+            /v1/responses are kept for `previous_response_id`, how large all of them may be,
+            and how long after its last use one is kept. 0 of any keeps none.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     served_name: str = ""
     keep_alive_seconds: int = 75
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     max_body_bytes: int = 4 * 1024 * 1024
     max_prompt_tokens: int = 0
     max_output_tokens: int = 0
@@ -216,6 +231,9 @@ class ServerConfig:
     data_dir: str = ""
     max_file_bytes: int = 512 * 1024 * 1024
     batch_concurrency: int = 0
+    stored_responses: int = 10_000
+    stored_response_bytes: int = 256 * 1024 * 1024
+    stored_response_seconds: int = 24 * 3600
 
     def __post_init__(self) -> None:
         _at_least("port", self.port, 0)
@@ -225,6 +243,9 @@ class ServerConfig:
         _at_least("keep_alive_seconds", self.keep_alive_seconds, 1)
         for name in (
             "batch_concurrency",
+            "stored_responses",
+            "stored_response_bytes",
+            "stored_response_seconds",
             "max_prompt_tokens",
             "max_output_tokens",
             "requests_per_minute",
@@ -233,6 +254,14 @@ class ServerConfig:
             "drain_seconds",
         ):
             _at_least(name, getattr(self, name), 0)
+        for name, known in (
+            ("tool_parser", TOOL_PARSERS),
+            ("reasoning_parser", REASONING_PARSERS),
+        ):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
         if self.log_format not in ("console", "json"):
             raise ConfigError(f"log_format must be console or json, got {self.log_format!r}")
         if bool(self.tls_cert) != bool(self.tls_key):
