@@ -21,6 +21,7 @@ from lockstep.server.batches.runner import Batches
 from lockstep.server.frontdoor import CLIENT_CLOSED_REQUEST, FrontDoor
 from lockstep.server.generation import Service
 from lockstep.server.operations import Operations
+from lockstep.server.responses import route as responses
 from lockstep.server.sse import ClientGone
 
 FORM_BYTES = 64 * 1024  # of an upload, beside its file
@@ -49,11 +50,13 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         models.router,
         completions.router,
         chat.router,
+        responses.router,
         batches.router,
     ):
         app.include_router(router)
     errors.install(app)
     app.state.batches = Batches(app)
+    app.state.responses = responses.make_store(config)
 
     @app.exception_handler(ClientGone)
     async def on_client_gone(request: object, error: Exception) -> Response:

@@ -85,22 +85,22 @@ async def merge(streams: Sequence[AnswerStream]) -> AsyncGenerator[tuple[int, De
         await _end(*tasks)
 
 
-class EventStream(Response):
-    """Writes each reply as one event and `[DONE]` at the end.
+class FrameStream(Response):
+    """Writes frames of server-sent events as they come.
 
-    A failure after the first byte becomes an event with an error in OpenAI's shape.
-    When the client goes away, the iterator is closed at once, even between events.
+    When the client goes away, the iterator is closed at once, even between frames.
 
     Args:
-        on_end: called however it ends, also when no reply was ever asked for.
+        frames: events as bytes, each with its blank line; turns failures into events itself.
+        on_end: called however it ends, also when no frame was ever asked for.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, replies: AsyncGenerator[Reply, None], on_end: Callable[[], None]) -> None:
+    def __init__(self, frames: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._replies = replies
+        self._frames = frames
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,23 +128,42 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         try:
-            async with aclosing(self._replies) as replies:
-                async for reply in replies:
-                    await _send_event(send, encode(reply))
+            async with aclosing(self._frames) as frames:
+                async for frame in frames:
+                    await send({"type": "http.response.body", "body": frame, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
             return  # the connection broke while writing
-        except Exception as error:
-            status, body, _ = errors.describe(error)
-            if status >= 500:
-                log.error("a streamed answer failed: %s", error)
-            await _send_event(send, encode(body))
-        await _send_event(send, b"[DONE]")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _send_event(send: Send, data: bytes) -> None:
-    body = b"data: " + data + b"\n\n"
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+class EventStream(FrameStream):
+    """Writes each reply as one event and `[DONE]` at the end.
+
+    A failure after the first byte becomes an event with an error in OpenAI's shape.
+
+    Args:
+        replies, on_end: as `FrameStream`'s.
+    """
+
+    def __init__(self, replies: AsyncGenerator[Reply, None], on_end: Callable[[], None]) -> None:
+        super().__init__(_reply_frames(replies), on_end)
+
+
+async def _reply_frames(replies: AsyncGenerator[Reply, None]) -> AsyncGenerator[bytes, None]:
+    try:
+        async with aclosing(replies):
+            async for reply in replies:
+                yield _frame(encode(reply))
+    except Exception as error:
+        status, body, _ = errors.describe(error)
+        if status >= 500:
+            log.error("a streamed answer failed: %s", error)
+        yield _frame(encode(body))
+    yield _frame(b"[DONE]")
+
+
+def _frame(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
 
 
 async def _disconnect(receive: Receive) -> None:

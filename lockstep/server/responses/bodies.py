@@ -6,12 +6,15 @@ under the names that they have in chat completions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from lockstep.server.generation import Envelope
 from lockstep.server.protocol import Body, GenerationBody
-from lockstep.server.responses.items import MAX_ITEMS, InputItem
+from lockstep.server.responses.items import TextOrItems
+from lockstep.server.responses.objects import ReasoningSettings, Response, TextSettings
 from lockstep.text.tools import Function, ToolChoice
 from lockstep.types import RequestError
 
@@ -88,7 +91,7 @@ class Choice(Body):
 class ResponseBody(GenerationBody):
     """Body of `POST /v1/responses`."""
 
-    input: str | Annotated[list[InputItem], Field(max_length=MAX_ITEMS)]
+    input: TextOrItems
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=128)] | None = None
     max_output_tokens: int | None = None
@@ -128,3 +131,153 @@ class ResponseBody(GenerationBody):
         "moderation": (),
         "prompt_cache_options": ({}, {"mode": "implicit"}),
     }
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
+
+    def functions(self) -> list[Function]:
+        """The functions that the model is told of.
+
+        Raises:
+            RequestError: a tool of another type, without a name, twice, or with a field
+                that is not known.
+        """
+        found: dict[str, Function] = {}
+        for index, tool in enumerate(self.tools or ()):
+            function = _function(tool, f"tools[{index}]")
+            if function.name in found:
+                raise RequestError(f"tools: {function.name!r} is there twice", field="tools")
+            found[function.name] = function
+        return list(found.values())
+
+    def choice(self, functions: Sequence[Function]) -> ToolChoice:
+        """Whether the model calls them, and which.
+
+        Raises:
+            RequestError: one that is not declared, or a call is required and there is none.
+        """
+        choice = self.tool_choice or "auto"
+        mode: Literal["none", "auto", "required"]
+        allowed: tuple[str, ...] | None = None
+        if not isinstance(choice, Choice):
+            mode = choice
+        elif choice.type == "function":
+            mode, allowed = "required", (_declared(choice.name, functions),)
+        else:
+            mode = choice.mode or "auto"
+            allowed = tuple(_declared(tool.get("name"), functions) for tool in choice.tools or ())
+        if mode == "required" and not (functions if allowed is None else allowed):
+            raise RequestError(
+                "tool_choice asks for a call, but there is nothing to call", field="tool_choice"
+            )
+        return ToolChoice(mode, allowed, self.parallel_tool_calls is not False)
+
+    def labels(self) -> dict[str, str]:
+        """`metadata`, which is kept and given back.
+
+        Raises:
+            RequestError: more, longer or other entries than OpenAI allows.
+        """
+        labels = self.metadata or {}
+        if len(labels) > MAX_METADATA:
+            raise RequestError(
+                f"metadata has {len(labels)} entries, at most {MAX_METADATA} are allowed",
+                field="metadata",
+            )
+        for key, value in labels.items():
+            if len(key) > MAX_KEY:
+                raise RequestError(
+                    f"metadata: a key has {len(key)} characters, at most {MAX_KEY} are allowed",
+                    field="metadata",
+                )
+            if not isinstance(value, str) or len(value) > MAX_VALUE:
+                raise RequestError(
+                    f"metadata.{key} must be a string of at most {MAX_VALUE} characters",
+                    field="metadata",
+                )
+        return labels
+
+    def response(self, envelope: Envelope) -> Response:
+        """The response before any output: what was asked for, said back.
+
+        Raises:
+            RequestError: metadata that cannot be kept.
+        """
+        reasoning = self.reasoning or ReasoningOptions()
+        form = self.text.format if self.text is not None else None
+        choice = self.tool_choice or "auto"
+        return Response(
+            id=envelope.id,
+            created_at=envelope.created,
+            model=envelope.model,
+            system_fingerprint=envelope.fingerprint,
+            instructions=self.instructions,
+            previous_response_id=self.previous_response_id,
+            max_output_tokens=self.max_output_tokens,
+            max_tool_calls=self.max_tool_calls,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_logprobs=self.top_logprobs or 0,
+            tools=[_said_back(tool) for tool in self.tools or ()],
+            tool_choice=choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            reasoning=ReasoningSettings(
+                effort=reasoning.effort, summary=reasoning.summary or reasoning.generate_summary
+            ),
+            text=TextSettings(
+                format=(form or TextFormat(type="text")).model_dump(
+                    exclude_none=True, by_alias=True
+                )
+            ),
+            metadata=self.labels(),
+            store=self.store is not False,
+            user=self.user,
+            safety_identifier=self.safety_identifier,
+            prompt_cache_key=self.prompt_cache_key,
+        )
+
+    def _own_sampling(self) -> dict[str, Any]:
+        values: dict[str, Any] = {"max_tokens": self.max_output_tokens}
+        if self.wants_logprobs:
+            values["logprobs"] = self.top_logprobs or 0
+        return values
+
+
+def _function(tool: Tool, where: str) -> Function:
+    if tool.type != "function":
+        raise RequestError(
+            f"{where}: tools of type {tool.type!r} are not supported by this server, only "
+            "functions are",
+            field="tools",
+            code="unsupported_parameter",
+        )
+    for name, value in (tool.model_extra or {}).items():
+        if value is not None:
+            raise RequestError(
+                f"{where}.{name} is not supported by this server",
+                field="tools",
+                code="unsupported_parameter",
+            )
+    if tool.name is None:
+        raise RequestError(f"{where}.name is missing", field="tools")
+    return Function(
+        name=tool.name,
+        description=tool.description or "",
+        parameters=tool.parameters or {},
+        strict=bool(tool.strict),
+    )
+
+
+def _declared(name: object, functions: Sequence[Function]) -> str:
+    if not isinstance(name, str) or name not in [function.name for function in functions]:
+        raise RequestError(
+            f"tool_choice names the function {name!r}, which is not in tools", field="tool_choice"
+        )
+    return name
+
+
+def _said_back(tool: Tool) -> dict[str, Any]:
+    """A tool with the fields that OpenAI's clients expect to be there."""
+    said = tool.model_dump(exclude_none=True)
+    return {**said, "parameters": tool.parameters, "strict": tool.strict}

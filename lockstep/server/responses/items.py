@@ -92,6 +92,25 @@ InputPart = Annotated[
     | Annotated[OtherPart, Tag("other")],
     Discriminator(_part_tag),
 ]
+
+
+def _text_or(several: str) -> Discriminator:
+    """Chooses between a string and a list, so that errors are about the one that was sent."""
+
+    def tag(value: Any) -> str | None:
+        return "text" if isinstance(value, str) else several if isinstance(value, list) else None
+
+    return Discriminator(
+        tag,
+        custom_error_type="text_or_list",
+        custom_error_message=f"must be a string or a list of {several}",
+    )
+
+
+TextOrParts = Annotated[
+    Annotated[str, Tag("text")] | Annotated[list[InputPart], Tag("parts")],
+    _text_or("parts"),
+]
 ItemId = Annotated[str, Field(min_length=1, max_length=MAX_ID)]
 
 
@@ -100,7 +119,7 @@ class InputMessage(_Input):
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
-    content: str | list[InputPart]
+    content: TextOrParts
     id: ItemId | None = None
     status: ItemStatus | None = None
     phase: Literal["commentary", "final_answer"] | None = None
@@ -156,7 +175,7 @@ class InputFunctionCallOutput(_Input):
 
     type: Literal["function_call_output"]
     call_id: ItemId
-    output: str | list[InputPart]
+    output: TextOrParts
     id: ItemId | None = None
     status: ItemStatus | None = None
     name: str | None = None
@@ -243,6 +262,12 @@ InputItem = Annotated[
     | Annotated[ItemReference, Tag("reference")]
     | Annotated[OtherItem, Tag("other")],
     Discriminator(_item_tag),
+]
+
+TextOrItems = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[InputItem], Field(max_length=MAX_ITEMS), Tag("items")],
+    _text_or("items"),
 ]
 
 

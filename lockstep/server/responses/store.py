@@ -27,7 +27,7 @@ class Limits:
     """How much is kept.
 
     Attributes:
-        responses: number of responses; 0 keeps none.
+        responses: number of responses.
         total_bytes: of all responses and turns as JSON, with `OVERHEAD_BYTES` each.
         seconds: how long a response is kept after it was last used.
     """
@@ -55,27 +55,28 @@ class Turn:
         """Bytes that this turn takes, those before it not counted."""
         return len(self._inputs) + len(self._outputs) + OVERHEAD_BYTES
 
-    def read(self) -> tuple[AnyItem, ...]:
+    def inputs(self) -> tuple[AnyItem, ...]:
         """All items that the model read for this turn: those before it, then its input."""
-        return (*_whole(self.parent), *unpack(self._inputs))
+        before = () if self.parent is None else self.parent.whole()
+        return (*before, *unpack(self._inputs))
 
     def outputs(self) -> tuple[AnyItem, ...]:
         """The items that the model wrote."""
         return unpack(self._outputs)
 
-
-def _whole(turn: Turn | None) -> list[AnyItem]:
-    """Every item up to the end of `turn`."""
-    turns: list[Turn] = []
-    while turn is not None:
-        turns.append(turn)
-        turn = turn.parent
-    return [
-        item
-        for one in reversed(turns)
-        for data in (one._inputs, one._outputs)
-        for item in unpack(data)
-    ]
+    def whole(self) -> tuple[AnyItem, ...]:
+        """Every item of the conversation up to the end of this turn."""
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return tuple(
+            item
+            for one in reversed(turns)
+            for data in (one._inputs, one._outputs)
+            for item in unpack(data)
+        )
 
 
 @dataclass(slots=True)

@@ -54,11 +54,11 @@ def test_a_chain_is_read_from_its_start() -> None:
     put(store, "d", parent="a")  # a second answer to the same beginning
     turn = store.turn(EVERYBODY, "c")
     assert turn is not None
-    assert texts(turn.read()) == ["msg_a", "out_a", "msg_b", "out_b", "msg_c"]
+    assert texts(turn.inputs()) == ["msg_a", "out_a", "msg_b", "out_b", "msg_c"]
     assert texts(turn.outputs()) == ["out_c"]
     other = store.turn(EVERYBODY, "d")
     assert other is not None
-    assert texts(other.read()) == ["msg_a", "out_a", "msg_d"]
+    assert texts(other.inputs()) == ["msg_a", "out_a", "msg_d"]
 
 
 def test_items_come_back_as_they_were() -> None:
@@ -67,7 +67,7 @@ def test_items_come_back_as_they_were() -> None:
         FunctionCall(id="fc_1", call_id="call_1", name="f", arguments='{"a": 1}'),
     ]
     turn = Turn(None, items, [answered("a")])
-    assert list(turn.read()) == items
+    assert list(turn.inputs()) == items
     assert turn.outputs() == (answered("a"),)
 
 
@@ -80,7 +80,7 @@ def test_a_chain_outlives_the_responses_that_it_is_made_of() -> None:
     assert store.item(EVERYBODY, "out_a") is None
     turn = store.turn(EVERYBODY, "b")
     assert turn is not None
-    assert texts(turn.read()) == ["msg_a", "out_a", "msg_b"]
+    assert texts(turn.inputs()) == ["msg_a", "out_a", "msg_b"]
     assert store.delete(EVERYBODY, "b")
     assert not store.delete(EVERYBODY, "b")
     assert store.total_bytes == 0
@@ -222,7 +222,7 @@ class Driver(RuleBasedStateMachine):
         for owner, shelf in self.store._shelves.items():
             for name, entry in shelf.entries.items():
                 assert json.loads(entry.reply) == name
-                items: Any = (*entry.turn.read(), *entry.turn.outputs())
+                items: Any = entry.turn.whole()
                 assert [item.id for item in items] == self.conversations[owner, name]
                 expected += len(entry.reply) + OVERHEAD_BYTES
                 turn: Turn | None = entry.turn
