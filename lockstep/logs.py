@@ -76,8 +76,7 @@ def configure(style: Format | None = None, stream: TextIO | None = None) -> None
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else ConsoleFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    # They speak of every request; the access log does that already.
-    for chatty in ("httpx", "httpcore", "opentelemetry"):
+    for chatty in ("uvicorn", "httpx", "httpcore", "opentelemetry"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 

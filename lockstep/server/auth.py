@@ -197,7 +197,9 @@ def new_key(path: Path, name: str, **entries: bool | int | None) -> str:
     """
     secret = PREFIX + secrets.token_urlsafe(32)
     table: dict[str, Any] = {"name": name, "sha256": fingerprint(secret)}
-    table.update({key: value for key, value in entries.items() if value not in (None, False)})
+    table.update(
+        {key: value for key, value in entries.items() if value is not None and value is not False}
+    )
     _distinct([*(read_keys(path) if path.exists() else []), _key(table, "the new key")])
     # JSON's strings, numbers and booleans are TOML's as well.
     lines = ["[[key]]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]

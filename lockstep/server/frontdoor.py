@@ -28,6 +28,7 @@ access = logging.getLogger("lockstep.access")
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it shows in the access log
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/=+-]{1,128}")
+_POLLED = ("/health", "/ready", "/metrics", "/stats")  # every few seconds, by machines
 _CODES = {
     "requests": "rate_limit_exceeded",
     "tokens": "rate_limit_exceeded",
@@ -179,6 +180,8 @@ class FrontDoor:
             self._operations.tracer.end(call)
         if self._operations.config.access_log:
             level = logging.INFO if call.status < 500 else logging.WARNING
+            if call.status < 400 and call.path in _POLLED:
+                level = logging.DEBUG
             text = f"{call.method} {call.path} {call.status}"
             access.log(level, text, extra={"fields": _fields(call, seconds)})
 

@@ -89,9 +89,12 @@ class Operations:
         return Draining(f"{text} and takes no new requests", retry_after=DRAIN_RETRY_SECONDS)
 
     async def drained(self, seconds: float) -> bool:
-        """Wait until nothing runs; after `seconds` end what still does, with an error."""
+        """Wait until no client's request runs; after `seconds` end those that do, with an error.
+
+        What runs behind a reply is not waited for: who sent it off takes it up again.
+        """
         deadline = time.monotonic() + seconds
-        while self.metrics.in_flight or self.live:
+        while self.metrics.in_flight:
             if time.monotonic() >= deadline:
                 error = Draining("the server is shutting down", retry_after=DRAIN_RETRY_SECONDS)
                 for request_id in list(self.live):

@@ -124,7 +124,7 @@ class ServerThread:
             await self.llm.start()
             self._server = make_server(self.llm, self._config)
             listener = listen(self._config)
-            self.url = base_url(listener)
+            self.url = base_url(listener, self._config)
         except BaseException as error:
             self._failure = error
             return
