@@ -11,7 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from lockstep.runner.bans import forbidden, without
 from lockstep.runner.plan import Plan, RunResult, SampleSpec, StepResult, TokenRun
+from lockstep.text.grammar_matcher import has
 from lockstep.types import LayerGroup, TokenLogprob
 
 FULL = LayerGroup("full", "full", (0, 1), 1, 8)
@@ -178,10 +182,18 @@ class FakeExecutor:
         assert run.logits >= 1, "a sampled run needs logits"
         assert len(run.sample.history) == end, "a sampled run ends the history"
         spec = run.sample
+        value = self._known[run.sequence][-1]
         if self.script is not None:
             token = self.script(spec.history, spec.prompt_len, spec.position)
         else:
-            token = draw(self._known[run.sequence][-1], self.vocab_size, spec.choice, spec.seed)
+            token = draw(value, self.vocab_size, spec.choice, spec.seed)
+        if spec.allowed is not None:
+            words = without(spec.allowed.words(), forbidden(spec))
+            if not words.any():
+                return RunResult(prompt_logprobs=scores, stuck=True)
+            if not has(words, token):  # any other function of the prefix
+                ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+                token = int(ids[draw(value, len(ids), spec.choice, spec.seed)])
         return RunResult(token, _logprob(token) if params.logprobs is not None else None, scores)
 
     def _pool(self, run: TokenRun) -> bytes:

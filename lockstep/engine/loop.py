@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 from lockstep.cache import PrefixCache
 from lockstep.cache.groups import make_groups
@@ -11,6 +12,7 @@ from lockstep.cache.pool import PagePool
 from lockstep.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 from lockstep.engine.scheduler import Scheduler, check_result
 from lockstep.runner.plan import Executor
+from lockstep.text.grammar_matcher import CompiledGrammar, GrammarCompiler
 from lockstep.types import EngineInfo, EngineStats, Request, RequestError, SequenceOutput
 
 
@@ -23,6 +25,7 @@ class Engine:
         executor: runs plans; a `Runner`, or a fake without a model.
         scheduler_config, cache_config: budgets and pool.
         info: what `Runner.info()` says; made from the executor's geometry when absent.
+        grammars: compiles the requests' grammars; without it they are refused.
 
     Raises:
         ConfigError: a setting that does not go with the executor.
@@ -34,6 +37,7 @@ class Engine:
         scheduler_config: SchedulerConfig,
         cache_config: CacheConfig,
         info: EngineInfo | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         if scheduler_config.max_context > executor.max_context:
             raise ConfigError(
@@ -44,6 +48,7 @@ class Engine:
         self._executor: Executor | None = executor
         self._vocab_size = executor.vocab_size
         self._max_queue = scheduler_config.max_queue
+        self._grammars = grammars
         self._cache = PrefixCache(
             PagePool(executor.num_slabs, executor.pages_per_slab),
             make_groups(executor.groups, executor.page_tokens),
@@ -71,11 +76,30 @@ class Engine:
         """
         # The runner imports torch; whoever drives a scheduler without a model need not.
         from lockstep.runner import load_runner
+        from lockstep.weights import open_checkpoint
 
         runner = load_runner(config, progress)
-        return cls(runner, config.scheduler, config.cache, runner.info())
+        grammars = GrammarCompiler(
+            lambda: open_checkpoint(config.model.name).tokenizer(), runner.vocab_size
+        )
+        return cls(runner, config.scheduler, config.cache, runner.info(), grammars)
 
     # --- requests ---------------------------------------------------------------------
+
+    def prepare(self, request: Request) -> Future[CompiledGrammar] | None:
+        """Compile the request's grammar on a thread; None for a request without one.
+
+        `submit` waits for this where it has not been done before.
+        """
+        grammar = request.sampling.grammar
+        if grammar is None or self._grammars is None:
+            return None
+        return self._grammars.prepare(grammar)
+
+    def give_up(self, grammar: Future[CompiledGrammar]) -> None:
+        """Wait no longer for what `prepare` has begun: `submit` will refuse it."""
+        if self._grammars is not None:
+            self._grammars.give_up(grammar)
 
     def submit(self, request: Request) -> None:
         """Queue a request; its outputs come from later steps.
@@ -95,7 +119,17 @@ class Engine:
             )
         self._check_ids(request)
         _check_outputs(request)
-        scheduler.add(request, self._max_len(request))
+        scheduler.add(request, self._max_len(request), self._compiled(request))
+
+    def _compiled(self, request: Request) -> CompiledGrammar | None:
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return None
+        if self._grammars is None:
+            raise RequestError(
+                "grammar: this engine has no tokenizer to apply it with", field="grammar"
+            )
+        return self._grammars.compile(grammar)
 
     def _check_ids(self, request: Request) -> None:
         if not request.prompt:

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 import msgspec
@@ -25,10 +26,14 @@ import zmq
 
 from lockstep import logs, messages
 from lockstep.config import EngineConfig
+from lockstep.text.grammar_matcher import COMPILE_SECONDS
 from lockstep.types import LockstepError, RequestError
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from lockstep.engine.loop import Engine
+    from lockstep.text.grammar_matcher import CompiledGrammar
 
     EngineFactory = Callable[[EngineConfig, Callable[[str, float], None]], Engine]
 
@@ -39,6 +44,7 @@ EXIT_START_FAILED = 3
 EXIT_FATAL = 4
 EXIT_ORPHANED = 5
 LINGER_MS = 2_000
+PARKED_MS = 2  # between looks at a grammar under way
 _PR_SET_NAME = 15
 
 
@@ -101,13 +107,15 @@ def _serve(start: messages.Start, socket: zmq.Socket[bytes]) -> int:
 
 def _loop(engine: Engine, socket: zmq.Socket[bytes], heartbeat_seconds: float) -> None:
     """Drain the inbox, run one step, report; until `Shutdown`."""
+    parked: dict[str, _Parked] = {}
     while True:
-        if not engine.has_work() and not socket.poll(int(heartbeat_seconds * 1000)):
+        if not engine.has_work() and not _wait(socket, parked, heartbeat_seconds):
             socket.send(messages.encode(messages.Heartbeat(stats=engine.stats())))
             continue
         inbox = _drain(socket)
         if any(isinstance(message, messages.Shutdown) for message in inbox):
             return
+        inbox = _park(engine, inbox, parked)
         accepted, rejected = _take(engine, inbox)
         outputs = engine.step() if engine.has_work() else []
         if inbox or outputs:
@@ -118,6 +126,60 @@ def _loop(engine: Engine, socket: zmq.Socket[bytes], heartbeat_seconds: float) -
                 stats=engine.stats(),
             )
             socket.send(messages.encode(report))
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    """A request that waits for its grammar: nobody else waits meanwhile."""
+
+    message: messages.Submit
+    grammar: Future[CompiledGrammar]
+    until: float
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a grammar or a complaint, or there has been time enough for one."""
+        return self.grammar.done() or time.monotonic() >= self.until
+
+
+def _wait(socket: zmq.Socket[bytes], parked: dict[str, _Parked], seconds: float) -> bool:
+    """Whether a message came, or a parked request became ready, within a heartbeat."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if any(entry.ready for entry in parked.values()):
+            return True
+        left = end - time.monotonic()
+        if socket.poll(PARKED_MS if parked else max(1, int(left * 1000))):
+            return True
+    return False
+
+
+def _park(
+    engine: Engine, inbox: list[messages.ToEngine], parked: dict[str, _Parked]
+) -> list[messages.ToEngine]:
+    """The messages to act on now: requests whose grammar is under way stay parked."""
+    now: list[messages.ToEngine] = []
+    for message in inbox:
+        match message:
+            case messages.Submit(request=request):
+                grammar = engine.prepare(request)
+                if grammar is not None and not grammar.done():
+                    until = time.monotonic() + COMPILE_SECONDS
+                    parked[request.id] = _Parked(message, grammar, until)
+                    continue
+            case messages.Cancel(request=request_id, choice=choice) if request_id in parked:
+                # Its choices have not begun; one that is cancelled alone runs in vain.
+                if choice is None:
+                    del parked[request_id]
+                continue
+            case _:
+                pass
+        now.append(message)
+    for request_id in [name for name, entry in parked.items() if entry.ready]:
+        entry = parked.pop(request_id)
+        engine.give_up(entry.grammar)
+        now.append(entry.message)
+    return now
 
 
 def _drain(socket: zmq.Socket[bytes]) -> list[messages.ToEngine]:

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from lockstep.cache import Identity, Match, PrefixCache, StepJournal
 from lockstep.cache.tree import common_prefix
@@ -37,6 +38,9 @@ from lockstep.types import (
     SequenceOutput,
     TokenLogprob,
 )
+
+if TYPE_CHECKING:
+    from lockstep.text.grammar_matcher import CompiledGrammar
 
 WORTH_WAITING = 20
 """A sequence waits for a prefix that another one computes if that saves it at least one
@@ -90,7 +94,7 @@ def check_result(plan: Plan, result: StepResult) -> None:
         if drawn.error:
             continue
         wanted = sum(1 for target in run.prompt_targets if target >= 0)
-        missing = (run.sample is not None and drawn.token is None) or (
+        missing = (run.sample is not None and drawn.token is None and not drawn.stuck) or (
             bool(run.pooling) and not drawn.pooled
         )
         if missing or len(drawn.prompt_logprobs) != wanted:
@@ -131,8 +135,9 @@ class Scheduler:
 
     # --- in and out ----------------------------------------------------------------
 
-    def add(self, request: Request, max_len: int) -> None:
-        """Queue the request's choices. `max_len`: most tokens of each, prompt included."""
+    def add(self, request: Request, max_len: int, grammar: CompiledGrammar | None = None) -> None:
+        """Queue the request's choices. `max_len`: most tokens of each, prompt included;
+        `grammar`: compiled from the request's."""
         scope = "" if self.cache.keep else request.id
         identity = Identity(self.model, request.salt, scope=scope)
         sequences = []
@@ -145,6 +150,7 @@ class Scheduler:
                 layers=self.layers,
                 wants=self.cache.wants(self.layers),
                 max_len=max_len,
+                grammar=None if grammar is None else grammar.start(request.stop_ids),
             )
             self._next_number += 1
             insort(self.waiting, sequence, key=_by_rank)
@@ -219,27 +225,11 @@ class Scheduler:
             if run.pooling:
                 sequence.pooled.append(drawn.pooled)
                 sequence.pooled_rows = run.start + len(run.tokens)
-            if run.sample is not None:
+            if drawn.stuck:
+                outputs.append(self._end_stuck(sequence))
+            elif run.sample is not None:
                 assert drawn.token is not None  # `check_result`
-                sequence.tokens.append(drawn.token)
-                self._counts["generated_tokens"] += 1
-                finish = sequence.finish_after(drawn.token)
-                logprobs = () if drawn.logprob is None else (drawn.logprob,)
-                first = len(sequence.tokens) == sequence.prompt_len + 1
-                output = SequenceOutput(
-                    sequence.request.id,
-                    sequence.choice,
-                    (drawn.token,),
-                    logprobs,
-                    self._prompt_logprobs(sequence) if first else None,
-                    finish,
-                    sequence.cached_tokens,
-                    started=sequence.started,
-                )
-                outputs.append(output)
-                if finish is not None:
-                    self._counts["finished"] += 1
-                    self._end(sequence, finish)
+                outputs.append(self._take_token(sequence, drawn.token, drawn.logprob))
             elif sequence.remaining == 0:
                 self._counts["finished"] += 1
                 output = self._end(sequence, FinishReason.LENGTH)
@@ -247,6 +237,41 @@ class Scheduler:
                 pooled = tuple(sequence.pooled)
                 outputs.append(replace(output, prompt_logprobs=scores, pooled=pooled))
         return outputs
+
+    def _take_token(
+        self, sequence: Sequence, token: int, logprob: TokenLogprob | None
+    ) -> SequenceOutput:
+        """Append a drawn token, and end the sequence if it was the last."""
+        sequence.tokens.append(token)
+        self._counts["generated_tokens"] += 1
+        finish = sequence.finish_after(token)
+        output = SequenceOutput(
+            sequence.request.id,
+            sequence.choice,
+            (token,),
+            () if logprob is None else (logprob,),
+            self._prompt_logprobs(sequence) if sequence.num_output == 1 else None,
+            finish,
+            sequence.cached_tokens,
+            started=sequence.started,
+        )
+        if finish is FinishReason.ERROR:
+            assert sequence.grammar is not None  # nothing else fails behind a sound step
+            self._fail(sequence, sequence.grammar.error)
+            return replace(output, error=sequence.grammar.error)
+        if finish is not None:
+            self._counts["finished"] += 1
+            self._end(sequence, finish)
+        return output
+
+    def _end_stuck(self, sequence: Sequence) -> SequenceOutput:
+        """End a sequence that could draw nothing: complete as it stands, or a failure."""
+        reason = sequence.finish_stuck()
+        if reason:
+            return self._fail(sequence, reason)
+        self._counts["finished"] += 1
+        scores = self._prompt_logprobs(sequence) if not sequence.num_output else None
+        return replace(self._end(sequence, FinishReason.STOP), prompt_logprobs=scores)
 
     def fail(self, plan: Plan, error: str) -> list[SequenceOutput]:
         """The plan under way raised: its sequences end with ERROR, all others go on."""

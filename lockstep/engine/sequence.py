@@ -8,10 +8,14 @@ WAITING --admit--> RUNNING --last token, cancel, failed step--> ENDED
 from __future__ import annotations
 
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from lockstep.cache import Identity, Lease, Want
 from lockstep.runner.plan import SampleSpec
 from lockstep.types import FinishReason, Request, TokenLogprob
+
+if TYPE_CHECKING:
+    from lockstep.text.grammar_matcher import GrammarState
 
 
 class State(Enum):
@@ -43,6 +47,7 @@ class Sequence:
         waits_for, waits_until: a running sequence that computes this one's prefix,
             and the position up to which it does.
         planned: the last step that this sequence was part of.
+        grammar: what the output must look like and how far it has come, if it must at all.
         started: the time that `Scheduler.schedule` was told when it first admitted it.
     """
 
@@ -51,6 +56,7 @@ class Sequence:
         "cached_tokens",
         "choice",
         "computed",
+        "grammar",
         "identity",
         "layers",
         "lease",
@@ -81,6 +87,7 @@ class Sequence:
         layers: tuple[int, int],
         wants: tuple[Want, ...],
         max_len: int,
+        grammar: GrammarState | None = None,
     ) -> None:
         self.number = number
         self.request = request
@@ -94,6 +101,7 @@ class Sequence:
         self.computed = 0
         self.attained = 0
         self.max_len = max_len
+        self.grammar = grammar
         self.cached_tokens = -1
         self.prompt_logprobs: list[TokenLogprob] = []
         self.pooled: list[bytes] = []
@@ -109,6 +117,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens to compute before the next one can be drawn; 1 while decoding."""
         return len(self.tokens) - self.computed
+
+    @property
+    def num_output(self) -> int:
+        """Tokens drawn so far."""
+        return len(self.tokens) - self.prompt_len
 
     @property
     def scores_prompt(self) -> bool:
@@ -153,7 +166,7 @@ class Sequence:
         return self.max_len > self.prompt_len
 
     def sample_spec(self) -> SampleSpec:
-        """How to draw the next token."""
+        """How to draw the next token; what a grammar allows is under computation from here on."""
         request = self.request
         return SampleSpec(
             request.sampling,
@@ -164,11 +177,27 @@ class Sequence:
             self.prompt_len,
             request.stop_ids,
             request.bad_ids,
+            None if self.grammar is None else self.grammar.pending(),
         )
 
     def finish_after(self, token: int) -> FinishReason | None:
-        """Why the sequence ends with `token`, the last of `tokens`; None when it goes on."""
+        """Why the sequence ends with `token`, the last of `tokens`; None when it goes on.
+        Called once for each token: a grammar advances here."""
         position = len(self.tokens) - self.prompt_len - 1
         if token in self.request.stop_ids and position >= self.request.sampling.min_tokens:
             return FinishReason.STOP
+        if self.grammar is not None:
+            self.grammar.advance(token)
+            if self.grammar.done:
+                return FinishReason.STOP
+            if self.grammar.error:
+                return FinishReason.ERROR
         return FinishReason.LENGTH if len(self.tokens) >= self.max_len else None
+
+    def finish_stuck(self) -> str:
+        """Why no token could be drawn; "" when the text is complete as it stands."""
+        if self.grammar is None or self.grammar.error:
+            return self.grammar.error if self.grammar is not None else "no token is left to draw"
+        if self.grammar.may_end:
+            return ""
+        return "grammar: it allows no token here that bad_words and min_tokens allow as well"

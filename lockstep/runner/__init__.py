@@ -3,7 +3,8 @@
 Where does my class go?
 - `plan.py`: the two records that cross between scheduler and device (no torch here).
 - `batch.py`: a plan turned into tensors. `runner.py`: the forward pass over them.
-- `sampler.py`: logits to tokens and logprobs; `penalties.py`: what changes logits first.
+- `sampler.py`: logits to tokens and logprobs; `penalties.py`: what changes logits first;
+  `bans.py`: ids that may not be drawn (no torch here either).
 - `memory.py`: how the pool is laid out and how large it may be.
 
 Importing this package imports no torch; `load_runner` does.

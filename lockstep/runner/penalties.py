@@ -1,4 +1,4 @@
-"""What a request adds to its logits before the draw, as flat index arrays over a chunk.
+"""What a request changes in its logits before the draw, as flat index arrays over a chunk.
 
 Everything here is assembled on the host for all rows of a chunk, so that the device
 sees a handful of gathers and scatters whatever the number of rows.
@@ -14,9 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lockstep.runner.bans import forbidden, without
 from lockstep.runner.plan import SampleSpec
 from lockstep.types import SamplingParams
 
+_MASKED_ROWS = 32  # rows whose masks are spread out at a time
 _MAX_COUNTS = 1024  # sequences whose counts are kept; a dropped one is counted again
 
 
@@ -79,6 +81,7 @@ def is_plain(spec: SampleSpec) -> bool:
         and not params.logit_bias
         and not spec.bad_ids
         and (spec.position >= params.min_tokens or not spec.stop_ids)
+        and spec.allowed is None
     )
 
 
@@ -88,21 +91,6 @@ def _penalised(params: SamplingParams) -> bool:
         or params.frequency_penalty != 0.0
         or params.presence_penalty != 0.0
     )
-
-
-def forbidden(spec: SampleSpec) -> list[int]:
-    """Ids that the row may not draw: bad words about to be completed, early stop ids."""
-    found = []
-    history = spec.history
-    for word in spec.bad_ids:
-        before = len(word) - 1
-        if before == 0:
-            found.append(word[0])
-        elif 0 < before <= len(history) and tuple(history[len(history) - before :]) == word[:-1]:
-            found.append(word[-1])
-    if spec.position < spec.params.min_tokens:
-        found += spec.stop_ids
-    return found
 
 
 class LogitAdjuster:
@@ -116,24 +104,59 @@ class LogitAdjuster:
         self._vocab_size = vocab_size
         self._counts: OrderedDict[int, TokenCounts] = OrderedDict()
 
-    def apply(self, logits: Tensor, specs: Sequence[SampleSpec], sequences: Sequence[int]) -> None:
-        """Change logits float32 [R, V] in place; row i belongs to `sequences[i]`."""
+    def apply(
+        self, logits: Tensor, specs: Sequence[SampleSpec], sequences: Sequence[int]
+    ) -> set[int]:
+        """Change logits float32 [R, V] in place; row i belongs to `sequences[i]`.
+
+        Returns:
+            Rows whose grammar and bans leave no id; their logits are of no use.
+        """
         flat = logits.view(-1)
         self._penalise(flat, specs, sequences)
         bias_at, bias = [], []
-        banned = []
+        banned: list[int] = []
+        masks: dict[int, NDArray[np.int32]] = {}
+        stuck = set()
         for row, spec in enumerate(specs):
             base = row * self._vocab_size
             for token, value in spec.params.logit_bias.items():
                 if token < self._vocab_size:
                     bias_at.append(base + token)
                     bias.append(value)
-            banned += [base + token for token in forbidden(spec) if token < self._vocab_size]
+            bans = [token for token in forbidden(spec) if token < self._vocab_size]
+            if spec.allowed is None:
+                banned += [base + token for token in bans]
+                continue
+            words = without(spec.allowed.words(), bans)
+            if words.any():
+                masks[row] = words
+            else:
+                stuck.add(row)
         if bias_at:
             at = torch.tensor(bias_at, device=flat.device)
             flat[at] = flat[at] + torch.tensor(bias, dtype=torch.float32, device=flat.device)
         if banned:
             flat.index_fill_(0, torch.tensor(banned, device=flat.device), float("-inf"))
+        if masks:
+            self._mask(logits, masks)
+        return stuck
+
+    def _mask(self, logits: Tensor, masks: dict[int, NDArray[np.int32]]) -> None:
+        """Ids whose bit is not set become -inf; one copy to the device for all rows."""
+        words = torch.from_numpy(np.stack(list(masks.values())))
+        rows = torch.tensor(list(masks))
+        if logits.device.type == "cuda":
+            # From pageable memory the copy would wait for everything launched before it.
+            words = words.pin_memory().to(logits.device, non_blocking=True)
+            rows = rows.pin_memory().to(logits.device, non_blocking=True)
+        bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+        for begin in range(0, len(masks), _MASKED_ROWS):
+            at, part = rows[begin : begin + _MASKED_ROWS], words[begin : begin + _MASKED_ROWS]
+            allowed = (part[:, :, None] >> bits).bitwise_and_(1).view(len(part), -1)
+            kept = logits.index_select(0, at)
+            kept.masked_fill_(allowed[:, : self._vocab_size] == 0, float("-inf"))
+            logits.index_copy_(0, at, kept)
 
     def _penalise(
         self, flat: Tensor, specs: Sequence[SampleSpec], sequences: Sequence[int]

@@ -10,10 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lockstep.types import LayerGroup, Pooling, SamplingParams, TokenLogprob
 
 POOLED_UNIT = 2.0**-24
 """What the integers of a mean count, see `RunResult.pooled`."""
+
+
+class AllowedIds(Protocol):
+    """The ids that a grammar allows next, computed while the forward pass runs."""
+
+    def words(self) -> NDArray[np.int32]:
+        """Bit t % 32 of word t // 32 is set if id t may be drawn; waits until that is known."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +41,7 @@ class SampleSpec:
         prompt_len: how many of `history` are prompt.
         stop_ids: ids that cannot be drawn while position < params.min_tokens.
         bad_ids: token sequences whose completion is forbidden.
+        allowed: what a grammar lets follow; None where there is none.
     """
 
     params: SamplingParams
@@ -40,6 +52,7 @@ class SampleSpec:
     prompt_len: int
     stop_ids: tuple[int, ...] = ()
     bad_ids: tuple[tuple[int, ...], ...] = ()
+    allowed: AllowedIds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +127,7 @@ class RunResult:
     """What the device computed for one run, in the plan's order.
 
     Attributes:
-        token: the drawn id, or None when the run had no SampleSpec.
+        token: the drawn id; None when the run had no SampleSpec, or was `stuck`.
         logprob: its logprobs when the request asked for them.
         prompt_logprobs: one entry per `prompt_targets` that is not -1, in order.
         error: why this run's numbers are worthless (hidden states that are not finite),
@@ -124,6 +137,7 @@ class RunResult:
             the run's pooled rows in units of `POOLED_UNIT`, each value rounded to one and
             held within +-2**18. Integers add up to the same sum in any order, so a mean does
             not depend on how the prompt was cut into runs.
+        stuck: nothing could be drawn: grammar, bad words and min_tokens leave no id.
     """
 
     token: int | None = None
@@ -131,6 +145,7 @@ class RunResult:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str = ""
     pooled: bytes = b""
+    stuck: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,6 +279,7 @@ class Runner:
                     tuple(scores.get(index, ())),
                     NOT_FINITE if index in bad else "",
                     pooled.get(index, b""),
+                    drawn is not None and drawn.token is None,
                 )
             )
         return StepResult(plan.step, tuple(results))

@@ -9,7 +9,8 @@ Order of operations on a row of float32 logits:
    presence_penalty, if the id is in the output.
 4. logit_bias is added.
 5. Forbidden ids become -inf: the last id of a bad word whose other ids end the
-   history (prompt included), and stop ids while fewer than min_tokens are out.
+   history (prompt included), stop ids while fewer than min_tokens are out, and all that a
+   grammar does not allow here. A row that keeps no id draws nothing: it is stuck.
 6. temperature, top_k, top_p, min_p and the draw, as `Backend.sample` states them.
    Temperature 0 takes the largest logit, the lowest id among equals.
 7. Processed logprobs, where asked for, describe the distribution that 6 draws from
@@ -38,9 +39,12 @@ _INFINITY = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What was drawn for one row, with its logprobs when its request asked for them."""
+    """What was drawn for one row, with its logprobs when its request asked for them.
 
-    token: int
+    `token` is None where no id was left to draw.
+    """
+
+    token: int | None
     logprob: TokenLogprob | None
 
 
@@ -68,8 +72,7 @@ class Sampler:
         raw_rows = [r for r in reporting if specs[r].params.logprobs_mode == "raw"]
         adjust = not all(map(is_plain, specs))
         raw = _select(logits, raw_rows, copy=adjust) if raw_rows else None
-        if adjust:
-            self._adjuster.apply(logits, specs, sequences)
+        stuck = self._adjuster.apply(logits, specs, sequences) if adjust else set()
         tokens = self._tokens(logits, specs)
         found: dict[int, TokenLogprob] = {}
         if raw is not None:
@@ -82,7 +85,10 @@ class Sampler:
             drawn = [tokens[row] for row in processed]
             scores = self.score_processed(_select(logits, processed, copy=True), drawn, wants)
             found.update(zip(processed, scores, strict=True))
-        return [Draw(token, found.get(row)) for row, token in enumerate(tokens)]
+        return [
+            Draw(None, None) if row in stuck else Draw(token, found.get(row))
+            for row, token in enumerate(tokens)
+        ]
 
     def draw_ids(self, logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
         """Ids int64 [R] on the device for plain rows without logprobs."""

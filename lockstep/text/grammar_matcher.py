@@ -281,7 +281,8 @@ class GrammarCompiler:
             return future.result(0)
 
     def give_up(self, future: Future[CompiledGrammar]) -> None:
-        """Fail a compilation that has taken more than `COMPILE_SECONDS`, and leave its thread."""
+        """Fail a compilation that has taken more than `COMPILE_SECONDS`, and leave its thread;
+        does nothing to one that has ended."""
         if future.done() or self._workers is None:
             return
         future.set_exception(
