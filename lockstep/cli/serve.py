@@ -23,7 +23,8 @@ _LISTEN = "Listening"
 _LIMITS = "Keys and limits"
 _BROWSERS = "TLS, proxies and browsers"
 _WATCH = "Logs, metrics and traces"
-_FILES = "Files and batches"
+_FILES = "Files, batches and stored responses"
+_FORMATS = "Tools and reasoning"
 
 
 def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
@@ -189,6 +190,33 @@ def serve(
             help="Lines of batches in the engine at once; 0 fits its size.", rich_help_panel=_FILES
         ),
     ] = 0,
+    stored_responses: Annotated[
+        int,
+        typer.Option(
+            help="Answers kept for previous_response_id; 0 keeps none.", rich_help_panel=_FILES
+        ),
+    ] = 10_000,
+    stored_response_mb: Annotated[
+        int, typer.Option(help="How large all of them may be.", rich_help_panel=_FILES)
+    ] = 256,
+    stored_response_seconds: Annotated[
+        int, typer.Option(help="How long after its last use one is kept.", rich_help_panel=_FILES)
+    ] = 24 * 3600,
+    tool_parser: Annotated[
+        str,
+        typer.Option(
+            help="Format of the model's function calls: auto, hermes, llama3_json, mistral, "
+            "mistral_named, pythonic or qwen3_coder.",
+            rich_help_panel=_FORMATS,
+        ),
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str,
+        typer.Option(
+            help="Markers around its reasoning: auto, none, think or mistral.",
+            rich_help_panel=_FORMATS,
+        ),
+    ] = "auto",
     max_sequences: Annotated[
         int,
         typer.Option(
@@ -253,6 +281,11 @@ def serve(
         data_dir=data_dir,
         max_file_bytes=max_file_mb * 1024 * 1024,
         batch_concurrency=batch_concurrency,
+        stored_responses=stored_responses,
+        stored_response_bytes=stored_response_mb * 1024 * 1024,
+        stored_response_seconds=stored_response_seconds,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
     )
     if asyncio.run(_serve(AsyncLLM(model, **settings), server)):
         raise typer.Exit(FORCED)
