@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any, ParamSpec, TypeVar
 
@@ -65,7 +65,7 @@ class BatchRun:
     """One batch under way. `run` ends when the batch has; cancelling `run` leaves it for later.
 
     Args:
-        sender: gives what answers lines, once there is an engine.
+        sender: waits for an engine, and gives what answers lines.
         state: what routes find in `request.state`.
         served: the model of this server.
 
@@ -77,7 +77,7 @@ class BatchRun:
         self,
         store: Store,
         job: Job,
-        sender: Sender,
+        sender: Callable[[], Awaitable[Sender]],
         *,
         state: Mapping[str, Any],
         served: str,
@@ -194,7 +194,8 @@ class BatchRun:
             await asyncio.gather(work, cancelled, return_exceptions=True)
 
     async def _answer_lines(self, journal: Journal) -> None:
-        most = self._sender.places.count
+        sender = await self._sender()
+        most = sender.places.count
         results: asyncio.Queue[Entry] = asyncio.Queue(most)
         writer: asyncio.Task[None] = asyncio.create_task(self._write(journal, results))
         running: set[asyncio.Task[None]] = set()
@@ -210,7 +211,7 @@ class BatchRun:
                 async for line in lines:
                     while len(running) >= most:
                         await some_end()
-                    running.add(asyncio.create_task(self._answer_line(line, results)))
+                    running.add(asyncio.create_task(self._answer_line(sender, line, results)))
             while running:
                 await some_end()
             await results.join()
@@ -252,13 +253,11 @@ class BatchRun:
                 break
         return group
 
-    async def _answer_line(self, line: Line, results: asyncio.Queue[Entry]) -> None:
+    async def _answer_line(self, sender: Sender, line: Line, results: asyncio.Queue[Entry]) -> None:
         tokens: Tokens | None = None
         ok = False
         try:
-            status, reply = await self._sender.answer(
-                self._job.batch.endpoint, line.body, self._state
-            )
+            status, reply = await sender.answer(self._job.batch.endpoint, line.body, self._state)
             ok = 200 <= status < 300
             row = answered(self.id, line, status, reply)
             tokens = Tokens(*tokens_used(reply)) if ok else None

@@ -90,7 +90,28 @@ class BatchBody(Body):
         return seconds
 
 
-@router.post("/v1/files")
+_FORM = {  # for the OpenAPI page: the body is parsed as it comes, by `upload`
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"type": "string", "enum": ["batch"]},
+                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                        "expires_after[seconds]": {"type": "integer"},
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+@router.post("/v1/files", openapi_extra=_FORM)
 async def create_file(request: HTTPRequest) -> Response:
     """Keep a file of requests: a form with `file` and `purpose`."""
     batches, config = _batches(request), service_of(request).config

@@ -37,6 +37,7 @@ class Batches:
         self._store: Store | None = None
         self._active: dict[str, tuple[BatchRun, asyncio.Task[None]]] = {}
         self._wake = asyncio.Event()
+        self._sender: Sender | None = None
 
     @property
     def store(self) -> Store:
@@ -96,26 +97,25 @@ class Batches:
         return batch
 
     async def _supervise(self) -> None:
-        sender = Sender(InProcess(self._app).post, self._is_ready, await self._places())
         while True:
             self._wake.clear()
             try:
                 await to_the_end(self.store.remove_expired)
                 for job in await to_the_end(self.store.unfinished, SIDE_BY_SIDE):
-                    self._begin(job, sender)
+                    self._begin(job)
             except OSError as error:
                 log.error("files and batches: %s", error)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), SWEEP_SECONDS)
 
-    def _begin(self, job: Job, sender: Sender) -> None:
+    def _begin(self, job: Job) -> None:
         batch_id = job.batch.id
         if batch_id in self._active or len(self._active) == SIDE_BY_SIDE:
             return
         run = BatchRun(
             self.store,
             job,
-            sender,
+            self._ready_sender,
             state={"owner": job.owner},
             served=self._service.model_name,
             max_body=self._config.max_body_bytes,
@@ -131,13 +131,19 @@ class Batches:
         task.add_done_callback(ended)
         self._active[batch_id] = (run, task)
 
-    async def _places(self) -> Places:
-        """As many lines at once as the engine runs sequences: it is full, its queue is not."""
-        client = self._service.llm.client
-        while client.state in (EngineState.NEW, EngineState.STARTING):
+    async def _ready_sender(self) -> Sender:
+        """What all batches share; made when the engine is there for the first time.
+
+        As many lines at once as the engine runs sequences: it is full, its queue is not.
+        """
+        while not self._is_ready():
             await asyncio.sleep(READY_POLL)
-        scheduler = client.config.scheduler.resolved(client.info.device)
-        return Places(self._config.batch_concurrency or scheduler.max_sequences)
+        if self._sender is None:
+            client = self._service.llm.client
+            scheduler = client.config.scheduler.resolved(client.info.device)
+            places = Places(self._config.batch_concurrency or scheduler.max_sequences)
+            self._sender = Sender(InProcess(self._app).post, self._is_ready, places)
+        return self._sender
 
     def _is_ready(self) -> bool:
         draining: bool = self._app.state.operations.draining

@@ -100,7 +100,11 @@ class World:
 
     def make_run(self, served: str = "m") -> BatchRun:
         (job,) = [j for j in self.store.unfinished(99) if j.batch.id == self.batch_id]
-        sender = Sender(self.post, lambda: True, Places(self.places), first_pause=0.001)
+        made = Sender(self.post, lambda: True, Places(self.places), first_pause=0.001)
+
+        async def sender() -> Sender:
+            return made
+
         return BatchRun(
             self.store, job, sender, state={}, served=served, max_body=1000, disk_pause=0.01
         )
