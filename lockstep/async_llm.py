@@ -359,7 +359,7 @@ class AsyncLLM:
         one = isinstance(questions, Predicate | Choice | ScoreQuestion)
         batch = cast("Sequence[Question]", [questions] if one else questions)
         inquiry = inquire(self.builder, given, batch)
-        decisions = inquiry.decisions(await self._run(inquiry.requests))
+        decisions = inquiry.decisions(await self._run(list(inquiry.requests())))
         return decisions[0] if one else decisions
 
     async def decide_prefix(
@@ -367,7 +367,7 @@ class AsyncLLM:
     ) -> Decision:
         """As `LLM.decide_prefix`."""
         inquiry = inquire_prefix(self.builder, given, prefix, options)
-        return inquiry.decisions(await self._run(inquiry.requests))[0]
+        return inquiry.decisions(await self._run(list(inquiry.requests())))[0]
 
     @overload  # a str is one prompt, though it is a sequence of str too
     async def embed(  # type: ignore[overload-overlap]

@@ -295,7 +295,7 @@ class LLM:
         one = isinstance(questions, Predicate | Choice | ScoreQuestion)
         batch = cast("Sequence[Question]", [questions] if one else questions)
         inquiry = inquire(self._builder, given, batch)
-        decisions = inquiry.decisions(self._run(inquiry.requests, progress))
+        decisions = inquiry.decisions(self._run(list(inquiry.requests()), progress))
         return decisions[0] if one else decisions
 
     def decide_prefix(
@@ -314,7 +314,7 @@ class LLM:
                 else the whole options are.
         """
         inquiry = inquire_prefix(self._builder, given, prefix, options)
-        return inquiry.decisions(self._run(inquiry.requests, progress))[0]
+        return inquiry.decisions(self._run(list(inquiry.requests()), progress))[0]
 
     @overload  # a str is one prompt, though it is a sequence of str too
     def embed(  # type: ignore[overload-overlap]

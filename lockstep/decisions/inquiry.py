@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lockstep.decisions.decision import Decision, decide
@@ -12,7 +12,7 @@ from lockstep.decisions.sources import Asked, LabelSource, Source, prefix_option
 from lockstep.outputs import Conversation, RequestBuilder
 from lockstep.types import Completion, Request, RequestError
 
-MAX_PROBES = 8192
+MAX_PROBES = 16_384
 """Engine requests of one call. A question needs one, or with more options than letters about
 a tenth as many as it has options."""
 
@@ -30,10 +30,9 @@ class Inquiry:
     asked: tuple[Asked, ...]
     context_tokens: int
 
-    @property
-    def requests(self) -> tuple[Request, ...]:
-        """All requests, in the order of the questions."""
-        return tuple(request for asked in self.asked for request in asked.requests)
+    def requests(self) -> Iterator[Request]:
+        """All requests, in the order of the questions, made as they are asked for."""
+        return (request for asked in self.asked for request in asked.requests())
 
     @property
     def input_tokens(self) -> int:
@@ -41,11 +40,11 @@ class Inquiry:
         return self.context_tokens + sum(asked.suffix_tokens for asked in self.asked)
 
     def decisions(self, completions: Sequence[Completion]) -> list[Decision]:
-        """One a question. `completions` are those of `requests`, in their order."""
+        """One a question. `completions` are those of `requests()`, in their order."""
         found, begin = [], 0
         for question, asked in zip(self.questions, self.asked, strict=True):
-            own = completions[begin : begin + len(asked.requests)]
-            begin += len(asked.requests)
+            own = completions[begin : begin + len(asked.probes)]
+            begin += len(asked.probes)
             found.append(decide(question, asked.scores(own)))
         return found
 
@@ -95,7 +94,7 @@ def inquire(
                 raise RequestError(message, field=field, code=error.code) from None
             where = f"questions[{index}]"
             raise RequestError(f"{where}: {error}", field=where, code=error.code) from None
-        probes += len(asked[-1].requests)
+        probes += len(asked[-1].probes)
         if probes > MAX_PROBES:
             raise RequestError(
                 f"questions[{index}]: the options of the questions so far need {probes} "

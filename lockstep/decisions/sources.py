@@ -7,7 +7,7 @@ be another source. `prefix_scores` is the same reading behind a given beginning 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from string import ascii_uppercase
@@ -24,21 +24,52 @@ from lockstep.types import Completion, Request, RequestError, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Requests that answer one question, and how to read their completions.
+    """One question on its way: the requests that answer it, and how to read their completions.
 
     Attributes:
-        requests: of one question; each has the context as its beginning.
-        suffix_tokens: ids of the question itself, behind the context.
+        prompt: ids up to where the answer begins; `context_tokens` of them are the input's.
+        sequences: what stands for each option. probes: which requests show their logprobs.
+        source, priority: as in `OptionScores` and `Request`.
     """
 
-    requests: tuple[Request, ...]
-    suffix_tokens: int
+    builder: RequestBuilder
+    prompt: tuple[int, ...]
+    context_tokens: int
     sequences: tuple[Path, ...]
     probes: tuple[Probe, ...]
     source: str
+    priority: int = 0
+
+    @property
+    def suffix_tokens(self) -> int:
+        """Ids of the question itself, behind the input."""
+        return len(self.prompt) - self.context_tokens
+
+    def requests(self) -> Iterator[Request]:
+        """One request a probe, made as they are asked for: many options have long prompts."""
+        return map(self._request, self.probes)
+
+    def _request(self, probe: Probe) -> Request:
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            seed=0,
+            prompt_logprobs=0 if probe.path else None,
+            logprob_token_ids=probe.wanted,
+        )
+        return self.builder.build(
+            (*self.prompt, *probe.path),
+            params,
+            priority=self.priority,
+            score_from=len(self.prompt) if probe.path else 1,
+        )
+
+    def check(self) -> None:
+        """Raise what making the longest request would raise."""
+        self._request(max(self.probes, key=lambda probe: len(probe.path)))
 
     def scores(self, completions: Sequence[Completion]) -> OptionScores:
-        """What the completions of `requests`, in their order, say about the options."""
+        """What the completions of `requests()`, in their order, say about the options."""
         rows = []
         for probe, completion in zip(self.probes, completions, strict=True):
             before = completion.prompt_logprobs or ()
@@ -120,28 +151,22 @@ def probe_options(
     source: str,
     priority: int = 0,
 ) -> Asked:
-    """Requests that show the logprob of each sequence behind `prompt`."""
-    asked = probes(sequences)
-    requests = []
-    for probe in asked:
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=1,
-            seed=0,
-            prompt_logprobs=0 if probe.path else None,
-            logprob_token_ids=probe.wanted,
-        )
-        requests.append(
-            builder.build(
-                [*prompt, *probe.path],
-                params,
-                priority=priority,
-                score_from=len(prompt) if probe.path else 1,
-            )
-        )
-    return Asked(
-        tuple(requests), len(prompt) - context_tokens, tuple(sequences), tuple(asked), source
+    """What shows the logprob of each sequence behind `prompt`.
+
+    Raises:
+        RequestError: too long for the model.
+    """
+    asked = Asked(
+        builder,
+        tuple(prompt),
+        context_tokens,
+        tuple(sequences),
+        tuple(probes(sequences)),
+        source,
+        priority,
     )
+    asked.check()
+    return asked
 
 
 def prefix_options(
