@@ -78,11 +78,21 @@ class Grammar:
     Attributes:
         kind: what `source` is: a JSON Schema or "" for any JSON object, a regular
             expression, a JSON list of texts, a grammar in Lark's EBNF.
-        source: the text of it; a JSON Schema or a list of texts as canonical JSON.
+        source: the text of it; a JSON Schema or a list of texts as JSON.
+        name: what the client calls it, for errors.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
     source: str = ""
+    name: str = field(default="grammar", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("json_schema", "json_object", "regex", "choice", "ebnf"):
+            raise RequestError(f"grammar: kind {self.kind!r} is unknown", field="grammar")
+        if not isinstance(self.source, str):
+            raise RequestError(
+                f"grammar: source must be a string, got {self.source!r}", field="grammar"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,11 @@ class Engine:
             raise RequestError(
                 "grammar: this engine has no tokenizer to apply it with", field="grammar"
             )
-        return self._grammars.compile(grammar)
+        try:
+            return self._grammars.compile(grammar)
+        except RequestError as error:  # kept for the next client, who may call it another name
+            message = str(error).replace("grammar", grammar.name, 1)
+            raise RequestError(message, field=grammar.name, code=error.code) from None
 
     def _check_ids(self, request: Request) -> None:
         if not request.prompt:

@@ -17,6 +17,8 @@ import json
 import re
 from typing import Any
 
+from llguidance import regex_to_lark
+
 from lockstep.text.grammar_schema import check_schema
 from lockstep.types import Grammar, RequestError
 
@@ -78,6 +80,21 @@ def check_ebnf(source: str) -> None:
         position = source.find("%json", start)
 
 
+def from_gbnf(source: str) -> str:
+    """A grammar in llama.cpp's GBNF ("root ::= ...") as an EBNF of ours.
+
+    Raises:
+        RequestError: it is malformed or too large.
+    """
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    _check_size("ebnf", source, MAX_SOURCE_BYTES)
+    try:
+        return any_to_lark(source).replace("%llguidance {}", "")
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"grammar: not a GBNF grammar: {error}", field="grammar") from None
+
+
 def to_lark(grammar: Grammar) -> str:
     """The grammar as llguidance reads it.
 
@@ -100,10 +117,13 @@ def to_lark(grammar: Grammar) -> str:
                 ) from None
             return f"start: {json_rule(schema)}\n{OPTIONS}\n"
         case "regex":
-            return f"start: /{_slashed(source)}/\n{OPTIONS}\n"
+            if not source:
+                raise RequestError("grammar: the regular expression is empty", field="grammar")
+            # \d and \w are ASCII, as in the patterns of a JSON Schema.
+            return f"start: /{regex_to_lark(source, 'dw')}/\n{OPTIONS}\n"
         case "choice":
             texts = "|".join(_quoted(text) for text in _choices(source))
-            return f"start: /{_slashed(texts)}/\n{OPTIONS}\n"
+            return f"start: /{texts}/\n{OPTIONS}\n"
         case "ebnf":
             rules = len(_DEFINITION.findall(source))
             if rules > MAX_RULES:
@@ -136,14 +156,6 @@ def _choices(source: str) -> list[str]:
             f"grammar: a choice is a list of 1 to {MAX_CHOICES} non-empty texts", field="grammar"
         )
     return texts
-
-
-def _slashed(regex: str) -> str:
-    """A regular expression as it stands between the slashes of a Lark terminal."""
-    if not regex:
-        raise RequestError("grammar: the regular expression is empty", field="grammar")
-    regex = regex.replace("\n", r"\n").replace("\r", r"\r")
-    return re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], regex)
 
 
 def _quoted(text: str) -> str:

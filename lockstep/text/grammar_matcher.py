@@ -191,7 +191,8 @@ class GrammarState:
         words = np.zeros(vocabulary.words, np.int32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
-            self.fail(_first_line(self._matcher.get_error()))
+            reason = _first_line(self._matcher.get_error())
+            self.fail(_EMPTY if reason.startswith("NoExtension") else reason)
             return np.zeros_like(words)
         self.may_end = has(words, vocabulary.end)
         for token in vocabulary.ends:
@@ -335,10 +336,7 @@ class GrammarCompiler:
         compiled = CompiledGrammar(matcher, vocabulary)
         first = compiled.start(())
         if not first.compute().any() and not first.may_end:
-            raise RequestError(
-                "grammar: " + (first.error.removeprefix("grammar: ") or "it allows no text at all"),
-                field="grammar",
-            )
+            raise RequestError(first.error or f"grammar: {_EMPTY}", field="grammar")
         return compiled
 
 
@@ -351,6 +349,7 @@ def _bit(token: int) -> np.int32:
     return np.int32(((1 << (token & 31)) ^ 0x80000000) - 0x80000000)  # as a signed word
 
 
+_EMPTY = "it allows no text at all"
 _OWN_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
 
@@ -359,7 +358,7 @@ def _told(grammar: Grammar, message: str) -> str:
     if grammar.kind == "ebnf":
         lines = [line for line in message.splitlines() if OPTIONS not in line]
         return "\n".join(lines).strip()[:1000]
-    message = message.partition("\n   1 | ")[0]
+    message = message.partition("\n   1 | ")[0].replace(" (in regex)", "")
     return _OWN_PLACE.sub("", message).strip()[:1000]
 
 

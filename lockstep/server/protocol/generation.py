@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from lockstep.server.constraints import grammar_of
 from lockstep.types import RequestError, SamplingParams
 
 
@@ -27,6 +28,8 @@ class GenerationBody(Body):
 
     Attributes:
         top_k .. logprobs_mode, ignore_eos, skip_special_tokens: extensions; see `SamplingParams`.
+        response_format: OpenAI's; structured_outputs, guided_*: extensions, vLLM's: see
+            `constraints`.
         return_token_ids: extension: choices carry `token_ids`, the reply `prompt_token_ids`.
         priority: extension: lower runs earlier.
         user .. metadata: accepted and not used; they change no answer.
@@ -44,7 +47,13 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
+    response_format: dict[str, Any] | None = None
 
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -70,6 +79,14 @@ class GenerationBody(Body):
 
     aliases: ClassVar[dict[str, str]] = {}
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    constraint_fields: ClassVar[tuple[str, ...]] = (
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+    )
     sampling_fields: ClassVar[tuple[str, ...]] = (
         "temperature",
         "top_p",
@@ -111,6 +128,9 @@ class GenerationBody(Body):
                 values[name] = (value,) if isinstance(value, str) else tuple(value)
         if self.logit_bias is not None:
             values["logit_bias"] = _token_keys(self.logit_bias)
+        values["grammar"] = grammar_of(
+            {name: getattr(self, name) for name in self.constraint_fields}
+        )
         try:
             return SamplingParams(**values)
         except RequestError as error:
