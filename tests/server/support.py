@@ -24,6 +24,7 @@ from lockstep.engine.loop import Engine
 from lockstep.server.serve import base_url, listen, make_server
 from lockstep.settings import engine_config
 from lockstep.text import Tokenizer
+from lockstep.text.grammar_matcher import GrammarCompiler
 from lockstep.types import ModelError
 from lockstep.weights import open_checkpoint
 from tests.fakes import FakeExecutor
@@ -68,7 +69,8 @@ def make_engine(config: EngineConfig, progress: Callable[[str, float], None]) ->
         fails=lambda plan: any(_bad(name, token) for run in plan.runs for token in run.tokens),
     )
     executor.keep_plans = False
-    return Engine(executor, config.scheduler, config.cache)
+    grammars = GrammarCompiler(smollm2_tokenizer, executor.vocab_size)
+    return Engine(executor, config.scheduler, config.cache, grammars=grammars)
 
 
 def _bad(name: str, token: int) -> bool:
