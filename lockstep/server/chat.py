@@ -10,19 +10,21 @@ from fastapi import Request as HTTPRequest
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from lockstep.async_llm import AnswerStream
-from lockstep.outputs import Delta
 from lockstep.server import logprobs, replies
-from lockstep.server.generation import (
-    Counter,
-    Envelope,
-    Service,
-    build_requests,
-    off_loop,
-    service_of,
+from lockstep.server.answers import (
+    CallArguments,
+    CallStarted,
+    Content,
+    Finished,
+    Piece,
+    PieceStream,
+    Reasoning,
+    Tokens,
 )
+from lockstep.server.conversation import submit_turn
+from lockstep.server.generation import Envelope, Service, respond, service_of
 from lockstep.server.protocol import ChatBody
-from lockstep.server.sse import EventStream, merge, until_disconnect
+from lockstep.text import Tokenizer
 
 router = APIRouter()
 
@@ -30,54 +32,35 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatBody, request: HTTPRequest) -> Response:
     """The assistant's next message in a conversation."""
-    service = service_of(request)
-    call = await until_disconnect(request, _Call.submit(service, body))
-    if body.stream:
-        return EventStream(call.stream(), call.cancel)
-    try:
-        reply = await until_disconnect(request, call.whole())
-    finally:
-        call.cancel()
-    return Response(replies.encode(reply), media_type="application/json")
+    submit = ChatCall.submit(service_of(request), body)
+    return await respond(request, submit, stream=bool(body.stream))
 
 
-class _Call:
-    """One reply under construction: whole or streamed, its choices come from `_chunk`."""
+class ChatCall:
+    """One reply under construction: whole or streamed, its choices come from `_chunks`."""
 
     def __init__(
-        self,
-        service: Service,
-        body: ChatBody,
-        envelope: Envelope,
-        streams: Sequence[AnswerStream],
+        self, body: ChatBody, envelope: Envelope, pieces: PieceStream, tokenizer: Tokenizer
     ) -> None:
         self._body = body
         self._envelope = envelope
-        self._tokenizer = service.llm.tokenizer
-        self._streams = streams
-        self._request = streams[0].answer.request
-        self._counter = Counter(streams)
+        self._pieces = pieces
+        self._tokenizer = tokenizer
+        self._answer = pieces.streams[0].answer
+        self._request = self._answer.request
 
     @classmethod
-    async def submit(cls, service: Service, body: ChatBody) -> _Call:
+    async def submit(cls, service: Service, body: ChatBody) -> ChatCall:
         """Check the body, render the conversation and queue the request."""
         service.check_model(body.model)
         params = body.sampling()
         envelope = Envelope.new(service, "chatcmpl")
-        builder, messages = service.llm.builder, body.conversation()
-        ids = await off_loop(
-            lambda: builder.encode_chat(messages, body.chat_template_kwargs),
-            sum(len(message["content"]) for message in messages),
-        )
-        requests = build_requests(
-            service, envelope, [ids], params, priority=body.priority, field="messages"
-        )
-        return cls(service, body, envelope, await service.llm.submit(requests))
+        pieces = await submit_turn(service, envelope, body.turn(), params, priority=body.priority)
+        return cls(body, envelope, pieces, service.llm.tokenizer)
 
     def cancel(self) -> None:
-        """End in the engine what still runs; does nothing after a whole answer."""
-        for stream in self._streams:
-            stream.cancel()
+        """As `Call.cancel`."""
+        self._pieces.cancel()
 
     async def whole(self) -> replies.ChatCompletion:
         """The reply in one piece: the chunks' choices, joined."""
@@ -89,17 +72,20 @@ class _Call:
                 logprobs=replies.ChatLogprobs(content=[]) if self._body.logprobs else None,
                 token_ids=[] if self._body.return_token_ids else UNSET,
             )
-            for index in range(self._request.sampling.n)
+            for index in range(self._pieces.n)
         ]
         async with aclosing(self._chunks()) as chunks:
             async for chunk in chunks:
                 _join(choices[chunk.index], chunk)
+        for choice in choices:
+            if choice.message.tool_calls is not UNSET:
+                choice.message.content = choice.message.content or None
         return replies.ChatCompletion(
             id=self._envelope.id,
             created=self._envelope.created,
             model=self._envelope.model,
             choices=choices,
-            usage=self._counter.usage(),
+            usage=self._pieces.usage(),
             system_fingerprint=self._envelope.fingerprint,
             prompt_logprobs=self._prompt_logprobs(),
             prompt_token_ids=self._prompt_token_ids(),
@@ -107,7 +93,7 @@ class _Call:
 
     async def stream(self) -> AsyncGenerator[replies.Reply, None]:
         """The role of each choice, chunks, then usage if asked for."""
-        for index in range(self._request.sampling.n):
+        for index in range(self._pieces.n):
             role = replies.ChatDelta(role="assistant", content="")
             reply = self._reply([replies.ChatChunkChoice(index=index, delta=role)])
             reply.prompt_token_ids = self._prompt_token_ids() if index == 0 else UNSET
@@ -121,42 +107,49 @@ class _Call:
                     told = True
                 yield reply
         if self._body.include_usage:
-            yield self._reply([], usage=self._counter.usage())
+            yield self._reply([], usage=self._pieces.usage())
 
     async def _chunks(self) -> AsyncGenerator[replies.ChatChunkChoice, None]:
-        async with aclosing(merge(self._streams)) as deltas:
-            async for _, delta in deltas:
-                self._counter.add(delta)
-                for chunk in self._split(delta):
+        async with aclosing(self._pieces.steps()) as steps:
+            async for pieces in steps:
+                for chunk in self._split(pieces):
                     yield chunk
 
-    def _split(self, delta: Delta) -> list[replies.ChatChunkChoice]:
-        """A delta's chunks: its content, and apart from it the end of its choice."""
+    def _split(self, pieces: Sequence[Piece]) -> list[replies.ChatChunkChoice]:
+        """A step's chunks: what it adds to its choice, and apart from it the choice's end."""
+        chunk = replies.ChatChunkChoice(index=pieces[0].choice, delta=replies.ChatDelta())
         chunks: list[replies.ChatChunkChoice] = []
-        shown = logprobs.shown_tokens(delta, self._request) if self._body.logprobs else 0
-        raw = len(delta.token_ids) if self._body.return_token_ids else 0
-        if delta.text or shown or raw:
-            content = replies.ChatChunkChoice(
-                index=delta.choice, delta=replies.ChatDelta(content=delta.text)
-            )
-            if self._body.logprobs:
-                content.logprobs = logprobs.chat_logprobs(self._tokenizer, self._request, delta)
-            if self._body.return_token_ids:
-                content.token_ids = list(delta.token_ids)
-            chunks.append(content)
-        if delta.finish_reason is not None:
-            chunks.append(
-                replies.ChatChunkChoice(
-                    index=delta.choice,
-                    delta=replies.ChatDelta(),
-                    finish_reason=delta.finish_reason,
-                    stop_reason=delta.stop_reason,
-                )
-            )
+        seen = False
+        for piece in pieces:
+            match piece:
+                case Tokens(delta=delta):
+                    if self._body.logprobs:
+                        seen |= logprobs.shown_tokens(delta, self._request) > 0
+                        chunk.logprobs = logprobs.chat_logprobs(
+                            self._tokenizer, self._request, delta
+                        )
+                    if self._body.return_token_ids:
+                        chunk.token_ids = list(delta.token_ids)
+                        seen = True
+                case Finished():
+                    end = replies.ChatChunkChoice(
+                        index=piece.choice,
+                        delta=replies.ChatDelta(),
+                        finish_reason=piece.reason,
+                        stop_reason=piece.stop_reason,
+                    )
+                    chunks.append(end)
+                case _:
+                    _add(chunk.delta, piece)
+                    seen = True
+        if seen:
+            if chunk.delta.tool_calls is UNSET and chunk.delta.reasoning_content is UNSET:
+                chunk.delta.content = chunk.delta.content or ""
+            chunks.insert(0, chunk)
         return chunks
 
     def _prompt_logprobs(self) -> replies.PromptLogprobs | UnsetType:
-        entries = self._streams[0].answer.prompt_logprobs
+        entries = self._answer.prompt_logprobs
         if self._body.prompt_logprobs is None or entries is None:
             return UNSET
         return logprobs.prompt_logprobs(self._tokenizer, self._request, entries)
@@ -177,10 +170,39 @@ class _Call:
         )
 
 
+def _add(delta: replies.ChatDelta, piece: Piece) -> None:
+    """Put a piece of text or of a call into the delta of its step."""
+    match piece:
+        case Content(text=text):
+            delta.content = (delta.content or "") + text
+        case Reasoning(text=text):
+            delta.reasoning_content = (delta.reasoning_content or "") + text
+        case CallStarted():
+            started = replies.ToolCallDelta(
+                index=piece.call,
+                id=piece.id,
+                type="function",
+                function=replies.FunctionDelta(name=piece.name),
+            )
+            delta.tool_calls = [*(delta.tool_calls or []), started]
+        case CallArguments(call=call, text=text):
+            calls = delta.tool_calls or []
+            if not calls or calls[-1].index != call:
+                calls.append(replies.ToolCallDelta(index=call, function=replies.FunctionDelta()))
+                delta.tool_calls = calls
+            calls[-1].function.arguments += text
+
+
 def _join(choice: replies.ChatChoice, chunk: replies.ChatChunkChoice) -> None:
     """Append a chunk to the choice that it belongs to."""
-    if chunk.delta.content is not UNSET:
-        choice.message.content += chunk.delta.content
+    message, delta = choice.message, chunk.delta
+    message.content = (message.content or "") + (delta.content or "")
+    if delta.reasoning_content is not UNSET:
+        message.reasoning_content = (message.reasoning_content or "") + delta.reasoning_content
+    if delta.tool_calls is not UNSET:
+        message.tool_calls = message.tool_calls or []
+        for call in delta.tool_calls:
+            _join_call(message.tool_calls, call)
     if chunk.logprobs is not None and choice.logprobs is not None:
         choice.logprobs.content.extend(chunk.logprobs.content)
     if chunk.token_ids is not UNSET and choice.token_ids is not UNSET:
@@ -188,3 +210,12 @@ def _join(choice: replies.ChatChoice, chunk: replies.ChatChunkChoice) -> None:
     if chunk.finish_reason is not None:
         choice.finish_reason = chunk.finish_reason
         choice.stop_reason = None if chunk.stop_reason is UNSET else chunk.stop_reason
+
+
+def _join_call(calls: list[replies.ToolCall], delta: replies.ToolCallDelta) -> None:
+    function = delta.function
+    if delta.id is not UNSET and function.name is not UNSET:
+        called = replies.CalledFunction(name=function.name, arguments=function.arguments)
+        calls.append(replies.ToolCall(id=delta.id, function=called))
+    else:
+        calls[delta.index].function.arguments += function.arguments

@@ -10,19 +10,19 @@ from fastapi import Request as HTTPRequest
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from lockstep.async_llm import AnswerStream
 from lockstep.outputs import Delta
 from lockstep.server import logprobs, replies
+from lockstep.server.answers import Content, Finished, Piece, PieceStream, Tokens
 from lockstep.server.generation import (
-    Counter,
     Envelope,
     Service,
     build_requests,
     off_loop,
+    respond,
     service_of,
 )
 from lockstep.server.protocol import CompletionBody
-from lockstep.server.sse import EventStream, merge, until_disconnect
+from lockstep.text import Tokenizer
 
 router = APIRouter()
 
@@ -30,45 +30,37 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def create_completion(body: CompletionBody, request: HTTPRequest) -> Response:
     """Continue each prompt."""
-    service = service_of(request)
-    call = await until_disconnect(request, _Call.submit(service, body))
-    if body.stream:
-        return EventStream(call.stream(), call.cancel)
-    try:
-        reply = await until_disconnect(request, call.whole())
-    finally:
-        call.cancel()
-    return Response(replies.encode(reply), media_type="application/json")
+    submit = CompletionCall.submit(service_of(request), body)
+    return await respond(request, submit, stream=bool(body.stream))
 
 
-class _Call:
-    """One reply under construction: whole or streamed, its choices come from `_choice`."""
+class CompletionCall:
+    """One reply under construction: whole or streamed, its choices come from `_choices`."""
 
     def __init__(
         self,
-        service: Service,
         body: CompletionBody,
         envelope: Envelope,
         prompts: Sequence[str | list[int]],
-        streams: Sequence[AnswerStream],
+        pieces: PieceStream,
+        tokenizer: Tokenizer,
     ) -> None:
         self._body = body
         self._envelope = envelope
-        self._tokenizer = service.llm.tokenizer
-        self._streams = streams
-        self._counter = Counter(streams)
+        self._pieces = pieces
+        self._tokenizer = tokenizer
         self._echoed = ["" for _ in prompts]
         if body.echo:
             self._echoed = [
                 prompt
                 if isinstance(prompt, str)
-                else self._tokenizer.decode(prompt, skip_special_tokens=False)
+                else tokenizer.decode(prompt, skip_special_tokens=False)
                 for prompt in prompts
             ]
-        self._begun: set[tuple[int, int]] = set()
+        self._begun: set[int] = set()
 
     @classmethod
-    async def submit(cls, service: Service, body: CompletionBody) -> _Call:
+    async def submit(cls, service: Service, body: CompletionBody) -> CompletionCall:
         """Check the body and queue its requests."""
         service.check_model(body.model)
         params = body.sampling()
@@ -81,22 +73,24 @@ class _Call:
         requests = build_requests(
             service, envelope, ids, params, priority=body.priority, field="prompt"
         )
-        return cls(service, body, envelope, prompts, await service.llm.submit(requests))
+        pieces = PieceStream(await service.llm.submit(requests))
+        return cls(body, envelope, prompts, pieces, service.llm.tokenizer)
 
     def cancel(self) -> None:
-        """End in the engine what still runs; does nothing after a whole answer."""
-        for stream in self._streams:
-            stream.cancel()
+        """As `Call.cancel`."""
+        self._pieces.cancel()
 
     async def whole(self) -> replies.Completion:
         """The reply in one piece: the chunks' choices, joined."""
         choices: dict[int, replies.CompletionChoice] = {}
         async with aclosing(self._choices()) as parts:
             async for part in parts:
-                before = choices.get(part.index)
-                choices[part.index] = part if before is None else _joined(before, part)
+                if part.index in choices:
+                    _join(choices[part.index], part)
+                else:
+                    choices[part.index] = part
         return self._reply(
-            [choices[index] for index in sorted(choices)], usage=self._counter.usage()
+            [choices[index] for index in sorted(choices)], usage=self._pieces.usage()
         )
 
     async def stream(self) -> AsyncGenerator[replies.Reply, None]:
@@ -106,48 +100,72 @@ class _Call:
             async for part in parts:
                 yield self._reply([part], usage=usage)
         if self._body.include_usage:
-            yield self._reply([], usage=self._counter.usage())
+            yield self._reply([], usage=self._pieces.usage())
 
     async def _choices(self) -> AsyncGenerator[replies.CompletionChoice, None]:
-        async with aclosing(merge(self._streams)) as deltas:
-            async for index, delta in deltas:
-                self._counter.add(delta)
-                part = self._choice(index, delta)
+        async with aclosing(self._pieces.steps()) as steps:
+            async for pieces in steps:
+                part = self._part(pieces)
                 if part is not None:
                     yield part
 
-    def _choice(self, index: int, delta: Delta) -> replies.CompletionChoice | None:
-        """What a delta adds to its choice; None when it adds nothing that the client sees."""
-        request = self._streams[index].answer.request
-        first = (index, delta.choice) not in self._begun
-        self._begun.add((index, delta.choice))
-        part = replies.CompletionChoice(
-            index=index * request.sampling.n + delta.choice,
-            text=(self._echoed[index] if first else "") + delta.text,
-            finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason,
-        )
+    def _part(self, pieces: Sequence[Piece]) -> replies.CompletionChoice | None:
+        """What a step adds to its choice; None when it adds nothing that the client sees."""
+        part = replies.CompletionChoice(index=pieces[0].choice, text="")
+        first = part.index not in self._begun
+        self._begun.add(part.index)
+        seen = first
+        for piece in pieces:
+            match piece:
+                case Tokens():
+                    seen |= self._add_tokens(part, piece)
+                case Content(text=text):
+                    part.text += text
+                    seen = True
+                case Finished():
+                    part.finish_reason = piece.reason
+                    part.stop_reason = piece.stop_reason
+                    seen = True
+        if first:
+            self._begin(part)
+        return part if seen else None
+
+    def _add_tokens(self, part: replies.CompletionChoice, tokens: Tokens) -> bool:
+        """Put the step's tokens into its part; returns whether the client sees any of it."""
+        index = part.index // self._pieces.n
+        request = self._pieces.streams[index].answer.request
         if request.sampling.logprobs is not None:
             part.logprobs = logprobs.completion_logprobs(
-                self._tokenizer, request, delta, len(self._echoed[index])
+                self._tokenizer, request, tokens.delta, len(self._echoed[index])
             )
-            prompt_entries = self._streams[index].answer.prompt_logprobs
-            if first and self._body.echo and prompt_entries is not None:
-                part.logprobs = logprobs.join(
-                    logprobs.echo_logprobs(self._tokenizer, request, prompt_entries), part.logprobs
-                )
-        if first and self._body.prompt_logprobs is not None:
-            entries = self._streams[index].answer.prompt_logprobs or ()
-            part.prompt_logprobs = logprobs.prompt_logprobs(self._tokenizer, request, entries)
         if self._body.return_token_ids:
-            part.token_ids = list(delta.token_ids)
-            if first:
-                part.prompt_token_ids = list(request.prompt)
-        seen = part.text or part.finish_reason or first
-        has_tokens = bool(delta.token_ids) and (
-            self._body.return_token_ids or request.sampling.logprobs is not None
-        )
-        return part if seen or has_tokens else None
+            part.token_ids = list(tokens.delta.token_ids)
+        wanted = self._body.return_token_ids or request.sampling.logprobs is not None
+        return wanted and bool(tokens.delta.token_ids)
+
+    def _begin(self, part: replies.CompletionChoice) -> None:
+        """Put what comes with a choice's first step into its part: all about the prompt."""
+        index = part.index // self._pieces.n
+        answer = self._pieces.streams[index].answer
+        request = answer.request
+        part.text = self._echoed[index] + part.text
+        if self._body.return_token_ids:
+            part.prompt_token_ids = list(request.prompt)
+            part.token_ids = part.token_ids or []
+        if self._body.prompt_logprobs is not None:
+            part.prompt_logprobs = logprobs.prompt_logprobs(
+                self._tokenizer, request, answer.prompt_logprobs or ()
+            )
+        if request.sampling.logprobs is None:
+            return
+        if part.logprobs is None:
+            part.logprobs = logprobs.completion_logprobs(
+                self._tokenizer, request, Delta(part.index), 0
+            )
+        if self._body.echo and answer.prompt_logprobs is not None:
+            echoed = logprobs.echo_logprobs(self._tokenizer, request, answer.prompt_logprobs)
+            logprobs.append(echoed, part.logprobs)
+            part.logprobs = echoed
 
     def _reply(
         self,
@@ -165,19 +183,12 @@ class _Call:
         )
 
 
-def _joined(
-    first: replies.CompletionChoice, second: replies.CompletionChoice
-) -> replies.CompletionChoice:
-    joined = replies.CompletionChoice(
-        index=first.index,
-        text=first.text + second.text,
-        finish_reason=second.finish_reason,
-        stop_reason=second.stop_reason,
-        prompt_logprobs=first.prompt_logprobs,
-        prompt_token_ids=first.prompt_token_ids,
-    )
-    if first.logprobs is not None and second.logprobs is not None:
-        joined.logprobs = logprobs.join(first.logprobs, second.logprobs)
-    if first.token_ids is not UNSET and second.token_ids is not UNSET:
-        joined.token_ids = first.token_ids + second.token_ids
-    return joined
+def _join(choice: replies.CompletionChoice, part: replies.CompletionChoice) -> None:
+    """Append a later part to its choice."""
+    choice.text += part.text
+    choice.finish_reason = part.finish_reason
+    choice.stop_reason = part.stop_reason
+    if choice.logprobs is not None and part.logprobs is not None:
+        logprobs.append(choice.logprobs, part.logprobs)
+    if choice.token_ids is not UNSET and part.token_ids is not UNSET:
+        choice.token_ids.extend(part.token_ids)

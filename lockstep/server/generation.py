@@ -1,21 +1,22 @@
-"""What the generating routes share: from a body to running streams, and the counting of tokens."""
+"""What the generating routes share: the service, engine requests, and how to respond."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request as HTTPRequest
+from starlette.responses import Response
 
-from lockstep.async_llm import AnswerStream, AsyncLLM
+from lockstep.async_llm import AsyncLLM
 from lockstep.config import ServerConfig
-from lockstep.outputs import Delta
 from lockstep.server.errors import UnknownModel
-from lockstep.server.replies import CompletionTokensDetails, PromptTokensDetails, Usage
+from lockstep.server.replies import Reply, encode
+from lockstep.server.sse import EventStream, until_disconnect
 from lockstep.types import Request, SamplingParams
 
 T = TypeVar("T")
@@ -103,25 +104,35 @@ def build_requests(
     ]
 
 
-class Counter:
-    """Adds up a reply's tokens from its deltas."""
+class Call(Protocol):
+    """A reply under construction: whole or streamed, the same parts."""
 
-    def __init__(self, streams: Sequence[AnswerStream]) -> None:
-        self._streams = streams
-        self._generated = 0
+    def stream(self) -> AsyncGenerator[Reply, None]:
+        """The chunks."""
+        ...
 
-    def add(self, delta: Delta) -> None:
-        """Count a delta's tokens."""
-        self._generated += len(delta.token_ids)
+    async def whole(self) -> Reply:
+        """The chunks, joined."""
+        ...
 
-    def usage(self) -> Usage:
-        """Totals so far; a prompt counts once however many choices share it."""
-        prompt = sum(len(stream.answer.request.prompt) for stream in self._streams)
-        cached = sum(stream.answer.cached_tokens for stream in self._streams)
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=self._generated,
-            total_tokens=prompt + self._generated,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=0),
-        )
+    def cancel(self) -> None:
+        """End in the engine what still runs; does nothing after a whole answer."""
+        ...
+
+
+async def respond(
+    request: HTTPRequest, submit: Coroutine[Any, Any, Call], *, stream: bool
+) -> Response:
+    """The response to a generating request; a client that goes away ends it.
+
+    Args:
+        submit: queues the request.
+    """
+    call = await until_disconnect(request, submit)
+    if stream:
+        return EventStream(call.stream(), call.cancel)
+    try:
+        reply = await until_disconnect(request, call.whole())
+    finally:
+        call.cancel()
+    return Response(encode(reply), media_type="application/json")

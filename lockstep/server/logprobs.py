@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from lockstep.outputs import Delta
 from lockstep.server.replies import (
@@ -99,18 +99,14 @@ def echo_logprobs(
     return _parallel_lists(tokenizer, request, request.prompt, entries, offsets)
 
 
-def join(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Two stretches of one choice, one after the other."""
-    given: list[list[float]] | UnsetType = UNSET
+def append(first: CompletionLogprobs, second: CompletionLogprobs) -> None:
+    """Put the following stretch of a choice behind the first."""
+    first.tokens.extend(second.tokens)
+    first.token_logprobs.extend(second.token_logprobs)
+    first.top_logprobs.extend(second.top_logprobs)
+    first.text_offset.extend(second.text_offset)
     if first.given_logprobs is not UNSET and second.given_logprobs is not UNSET:
-        given = first.given_logprobs + second.given_logprobs
-    return CompletionLogprobs(
-        tokens=first.tokens + second.tokens,
-        token_logprobs=first.token_logprobs + second.token_logprobs,
-        top_logprobs=first.top_logprobs + second.top_logprobs,
-        text_offset=first.text_offset + second.text_offset,
-        given_logprobs=given,
-    )
+        first.given_logprobs.extend(second.given_logprobs)
 
 
 def prompt_logprobs(

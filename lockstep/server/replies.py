@@ -98,12 +98,29 @@ class PromptLogprob(Reply):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-class ChatMessage(Reply):
-    """The assistant's message."""
+class CalledFunction(Reply):
+    """The function of a call, and its arguments as JSON text."""
 
-    content: str
+    name: str
+    arguments: str
+
+
+class ToolCall(Reply):
+    """A call in a whole message."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class ChatMessage(Reply):
+    """The assistant's message; `content` is null when there are calls and nothing else."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Reply):
@@ -131,11 +148,29 @@ class ChatCompletion(Reply):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionDelta(Reply):
+    """What a chunk adds to the function of a call."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallDelta(Reply):
+    """What a chunk adds to the call that has this index; the first names it."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatDelta(Reply):
     """What a chunk adds to a message."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Reply):

@@ -83,15 +83,8 @@ class Dialect:
         prompt: Sequence[int],
         functions: Sequence[Function],
         choice: ToolChoice,
-        *,
-        eager: bool,
     ) -> AnswerFormat:
-        """How the answer to a prompt is to be read.
-
-        Args:
-            functions: those that may be called.
-            eager: a grammar keeps the calls in form.
-        """
+        """How the answer to a prompt is to be read; `functions` are those that may be called."""
         thinking = self.thinking
         tail = tokenizer.decode(prompt[-_PROMPT_TAIL:], skip_special_tokens=False).rstrip()
         if thinking is not None and tail.endswith(thinking.end):
@@ -101,7 +94,6 @@ class Dialect:
             thinking_opened=thinking is not None and tail.endswith(thinking.start),
             tools=self.tools if functions and choice.mode != "none" else None,
             functions=functions,
-            eager=eager,
         )
 
     def shown(self, form: AnswerFormat) -> frozenset[int]:

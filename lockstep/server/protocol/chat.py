@@ -7,25 +7,31 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.server.protocol.generation import GenerationBody
+from lockstep.server.protocol.tools import Choice, ToolBody, ToolCallBody, choice_of, functions_of
+from lockstep.text.turn import Turn
 from lockstep.types import RequestError
 
 MAX_MESSAGES = 8192
 
 
 class ChatMessageBody(BaseModel):
-    """One message. Fields that only tools or media need may be present if null or empty."""
+    """One message. Fields that this server does not know may be present if null or empty."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     def rendered(self, index: int) -> dict[str, Any]:
         """The message as a chat template reads it; "developer" is called "system" there.
 
         Raises:
-            RequestError: content other than text, or a field that this server does not know.
+            RequestError: content other than text, or a field that this server does not
+                know or that belongs to another role.
         """
         for name, value in (self.model_extra or {}).items():
             if value not in (None, [], {}):
@@ -34,15 +40,34 @@ class ChatMessageBody(BaseModel):
                     field="messages",
                     code="unsupported_parameter",
                 )
-        message = {
+        for name, role in (
+            ("tool_calls", "assistant"),
+            ("reasoning_content", "assistant"),
+            ("tool_call_id", "tool"),
+        ):
+            if getattr(self, name) and self.role != role:
+                raise RequestError(
+                    f"messages[{index}].{name} belongs to role {role!r} only", field="messages"
+                )
+        message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self._text(index),
         }
         if self.name is not None:
             message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.rendered() for call in self.tool_calls]
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        if self.role == "tool":
+            if self.tool_call_id is None:
+                raise RequestError(f"messages[{index}].tool_call_id is missing", field="messages")
+            message["tool_call_id"] = self.tool_call_id
         return message
 
     def _text(self, index: int) -> str:
+        if self.content is None and self.tool_calls:
+            return ""
         if self.content is None:
             raise RequestError(f"messages[{index}].content is missing", field="messages")
         if isinstance(self.content, str):
@@ -69,9 +94,8 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    response_format: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: list[ToolBody] | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None
@@ -84,21 +108,28 @@ class ChatBody(GenerationBody):
 
     aliases: ClassVar[dict[str, str]] = {"logprobs": "top_logprobs"}
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "response_format": ({"type": "text"},),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
         "audio": (),
-        "reasoning_effort": ("none",),
         "verbosity": ("medium",),
         "web_search_options": (),
     }
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages as a chat template reads them."""
-        return [message.rendered(index) for index, message in enumerate(self.messages)]
+    def turn(self) -> Turn:
+        """What the model is to go on from.
+
+        Raises:
+            RequestError: messages or tools that are none.
+        """
+        functions = functions_of(self.tools)
+        return Turn(
+            messages=[message.rendered(index) for index, message in enumerate(self.messages)],
+            functions=functions,
+            choice=choice_of(self.tool_choice, functions, self.parallel_tool_calls),
+            effort=self.reasoning_effort,
+            template_arguments=self.chat_template_kwargs,
+        )
 
     def _own_sampling(self) -> dict[str, Any]:
         values: dict[str, Any] = {"max_tokens": self.max_completion_tokens}

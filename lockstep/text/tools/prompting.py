@@ -14,6 +14,7 @@ from typing import Any
 from lockstep.text.tools import hermes
 from lockstep.text.tools.base import Function
 from lockstep.text.tools.mistral import short_id
+from lockstep.types import RequestError
 
 Message = Mapping[str, Any]
 
@@ -124,3 +125,41 @@ def without_system(messages: Sequence[Message]) -> list[dict[str, Any]]:
             message["content"] = f"{system['content']}\n\n{message['content']}"
             return rest
     return [{**system, "role": "user"}, *rest]
+
+
+def check_calls(messages: Sequence[Message]) -> None:
+    """Every result answers a call of the assistant's message before it, and every call has one.
+
+    Raises:
+        RequestError: naming the message and the id.
+    """
+    waiting: dict[str, int] = {}  # calls without a result, by id, and their message
+    for index, message in enumerate(messages):
+        if message["role"] == "tool":
+            call_id = message["tool_call_id"]
+            if call_id not in waiting:
+                raise RequestError(
+                    f"messages[{index}].tool_call_id: {call_id!r} answers no call of the "
+                    "assistant's message before it",
+                    field="messages",
+                )
+            del waiting[call_id]
+            continue
+        _all_answered(waiting)
+        for call in message.get("tool_calls") or ():
+            if call["id"] in waiting:
+                raise RequestError(
+                    f"messages[{index}].tool_calls: the id {call['id']!r} is there twice",
+                    field="messages",
+                )
+            waiting[call["id"]] = index
+    _all_answered(waiting)
+
+
+def _all_answered(waiting: Mapping[str, int]) -> None:
+    for call_id, index in waiting.items():
+        raise RequestError(
+            f"messages[{index}].tool_calls: call {call_id!r} has no message of role 'tool' "
+            "with its result behind it",
+            field="messages",
+        )

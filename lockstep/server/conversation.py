@@ -1,0 +1,138 @@
+"""From a conversation to running requests: what chat completions and responses share.
+
+A conversation becomes prompt ids by the model's chat template, a grammar if its answer is
+to be held to a form, and the form in which the answer is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from lockstep.server.answers import PieceStream
+from lockstep.server.generation import Envelope, Service, build_requests, off_loop
+from lockstep.text import Tokenizer
+from lockstep.text.answer import AnswerFormat
+from lockstep.text.dialect import Dialect
+from lockstep.text.tools.constrain import constrain
+from lockstep.text.tools.prompting import check_calls, without_system
+from lockstep.text.turn import EFFORTS, Turn
+from lockstep.types import RequestError, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A turn ready to be submitted.
+
+    Attributes:
+        ids: the prompt.
+        form: how the answer is read.
+        sampling: the client's, with the grammar that the turn needs.
+        shown: control tokens that are part of the answer's text.
+    """
+
+    ids: list[int]
+    form: AnswerFormat
+    sampling: SamplingParams
+    shown: frozenset[int]
+
+
+@lru_cache(maxsize=4)
+def _dialect(tokenizer: Tokenizer, tool_parser: str, reasoning_parser: str) -> Dialect:
+    return Dialect.of(tokenizer, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+
+
+async def submit_turn(
+    service: Service,
+    envelope: Envelope,
+    turn: Turn,
+    sampling: SamplingParams,
+    *,
+    priority: int = 0,
+    field: str = "messages",
+) -> PieceStream:
+    """Check a turn, render it and queue its request.
+
+    Args:
+        sampling: with the grammar of a response format, if there is one.
+        field: what the client calls the conversation, for errors.
+
+    Raises:
+        RequestError: what cannot be served; nothing has run.
+    """
+    prepared = await off_loop(lambda: prepare(service, turn, sampling), turn.length())
+    requests = build_requests(
+        service, envelope, [prepared.ids], prepared.sampling, priority=priority, field=field
+    )
+    streams = await service.llm.submit(requests, shown=prepared.shown)
+    return PieceStream(streams, prepared.form)
+
+
+def prepare(service: Service, turn: Turn, sampling: SamplingParams) -> Prepared:
+    """Render a turn and settle how its answer is written and read.
+
+    Raises:
+        RequestError: calls without results, the template's complaint, an effort that it
+            does not know, a schema that cannot be kept.
+    """
+    check_calls(turn.messages)
+    tokenizer, config = service.llm.tokenizer, service.config
+    dialect = _dialect(tokenizer, config.tool_parser, config.reasoning_parser)
+    ids = _encode(service, dialect, turn)
+    functions = turn.callable()
+    form = dialect.answer(tokenizer, ids, functions, turn.choice)
+    grammar = constrain(form, turn.choice, sampling.grammar, dialect.control_ids)
+    if functions and grammar is not None and not sampling.stop:
+        # Calls cannot go wrong, so they are told of while they are written. Beside a
+        # response format, content may begin like a call.
+        form = replace(form, eager=turn.choice.mode == "required" or sampling.grammar is None)
+    if grammar is not sampling.grammar:
+        sampling = replace(sampling, grammar=grammar)
+    return Prepared(ids, form, sampling, dialect.shown(form))
+
+
+def _encode(service: Service, dialect: Dialect, turn: Turn) -> list[int]:
+    """The prompt's ids.
+
+    A template without a system role gets what the server has to say of functions in the
+    first message of the user; a system message of the client's is the template's to refuse.
+    """
+    builder = service.llm.builder
+    told = turn.functions if turn.choice.mode != "none" else ()
+    messages, tools = dialect.prompt(turn.messages, told)
+    arguments = {**_effort(dialect, turn.effort), **(turn.template_arguments or {})}
+    try:
+        return builder.encode_chat(messages, arguments, tools)
+    except RequestError as error:
+        own = not turn.messages or turn.messages[0]["role"] != "system"
+        if error.code != "chat_template_error" or not own or messages[0]["role"] != "system":
+            raise
+        return builder.encode_chat(without_system(messages), arguments, tools)
+
+
+def _effort(dialect: Dialect, effort: str | None) -> dict[str, Any]:
+    """An effort as the chat template takes it.
+
+    Raises:
+        RequestError: it takes none.
+    """
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise RequestError(
+            f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {effort!r}",
+            field="reasoning_effort",
+        )
+    if "reasoning_effort" in dialect.variables:
+        return {"reasoning_effort": effort}
+    for name in ("enable_thinking", "thinking"):
+        if name in dialect.variables:
+            return {name: effort != "none"}
+    if effort == "none" and dialect.thinking is None:
+        return {}
+    raise RequestError(
+        "reasoning_effort: the chat template of this model takes none",
+        field="reasoning_effort",
+        code="unsupported_parameter",
+    )

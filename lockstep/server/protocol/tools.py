@@ -1,0 +1,142 @@
+"""Functions, the choice among them, and their calls in bodies of chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import ConfigDict
+
+from lockstep.server.protocol.generation import Body
+from lockstep.text.tools import Function, ToolChoice
+from lockstep.types import RequestError
+
+MAX_TOOLS = 256
+
+
+class FunctionBody(Body):
+    """`tools[].function`."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(Body):
+    """One entry of `tools`; only functions are known."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class FunctionName(Body):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """`tool_choice` that names the function to call, and an entry of `allowed_tools`."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Body):
+    """The functions that may be called, and whether one has to be."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedToolsChoice(Body):
+    """`tool_choice` that allows some of the functions."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+Choice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice
+
+
+class CalledFunction(Body):
+    """`tool_calls[].function` of an assistant's message."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallBody(Body):
+    """One entry of an assistant's `tool_calls`; an `index` from a stream is passed over."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+    def rendered(self) -> dict[str, Any]:
+        """The call as `lockstep.text.tools.prompting` reads it."""
+        return {"id": self.id, "type": self.type, "function": self.function.model_dump()}
+
+
+def functions_of(tools: Sequence[ToolBody] | None) -> list[Function]:
+    """The functions of `tools`.
+
+    Raises:
+        RequestError: too many, two of one name, or one that cannot be called.
+    """
+    tools = tools or ()
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(
+            f"tools has {len(tools)} entries, at most {MAX_TOOLS} are allowed", field="tools"
+        )
+    found: dict[str, Function] = {}
+    for tool in tools:
+        own = tool.function
+        if own.name in found:
+            raise RequestError(f"tools: {own.name!r} is there twice", field="tools")
+        found[own.name] = Function(
+            own.name, own.description or "", own.parameters or {}, bool(own.strict)
+        )
+    return list(found.values())
+
+
+def choice_of(
+    choice: Choice | None, functions: Sequence[Function], parallel: bool | None
+) -> ToolChoice:
+    """`tool_choice` and `parallel_tool_calls`. A function that is named is called once.
+
+    Raises:
+        RequestError: a function that is not declared, or a call that nothing can answer.
+    """
+    several = parallel is not False
+    match choice:
+        case None:
+            return ToolChoice("auto", None, several)
+        case NamedTool(function=named):
+            return ToolChoice("required", _declared([named.name], functions), False)
+        case AllowedToolsChoice(allowed_tools=allowed):
+            names = _declared([tool.function.name for tool in allowed.tools], functions)
+            if not names:
+                raise RequestError("tool_choice: allowed_tools allows none", field="tool_choice")
+            return ToolChoice(allowed.mode, names, several)
+        case _:
+            if choice == "required" and not functions:
+                raise RequestError(
+                    "tool_choice 'required' needs tools that can be called", field="tool_choice"
+                )
+            return ToolChoice(choice, None, several)
+
+
+def _declared(names: Sequence[str], functions: Sequence[Function]) -> tuple[str, ...]:
+    known = {function.name for function in functions}
+    for name in names:
+        if name not in known:
+            raise RequestError(
+                f"tool_choice: {name!r} is not among the tools of this request",
+                field="tool_choice",
+            )
+    return tuple(dict.fromkeys(names))
