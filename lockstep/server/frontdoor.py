@@ -180,7 +180,7 @@ class FrontDoor:
             self._operations.tracer.end(call)
         if self._operations.config.access_log:
             level = logging.INFO if call.status < 500 else logging.WARNING
-            if call.status < 400 and call.path in _POLLED:
+            if call.path in _POLLED and call.status in (200, 503):
                 level = logging.DEBUG
             text = f"{call.method} {call.path} {call.status}"
             access.log(level, text, extra={"fields": _fields(call, seconds)})
