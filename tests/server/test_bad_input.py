@@ -140,7 +140,7 @@ def test_numbers_that_are_none_are_refused(http: httpx.Client, param: str, value
         ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}),
         ("tool_choice", "required"),
         ("functions", [{"name": "f"}]),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "yaml"}),
         ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("reasoning_effort", "high"),
         ("modalities", ["text", "audio"]),

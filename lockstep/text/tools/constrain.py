@@ -44,17 +44,22 @@ def constrain(
     if not calling and form.thinking is None:
         return answer
     rules = Rules(control_ids.get)
+    name = "tools" if calling or answer is None else answer.name
     parts: list[str] = []
     if calling and form.tools is not None:
         functions = [_keepable(function) for function in form.functions]
         write = form.tools.calls if required or answer is not None else form.tools.mixed
         parts.append(rules.rule(write(rules, functions, several=choice.parallel)))
     if answer is not None and not (calling and required):
-        parts.append(_answer(rules, answer))
+        try:
+            parts.append(_answer(rules, answer))
+        except RequestError as error:
+            message = str(error).replace("grammar", answer.name, 1)
+            raise RequestError(message, field=answer.name, code=error.code) from None
     start = any_of(*parts)
     if form.thinking is not None:
         start = f"{_thinking(rules, form)} {start}"
-    return Grammar("ebnf", rules.source(start))
+    return Grammar("ebnf", rules.source(start), name=name)
 
 
 def _thinking(rules: Rules, form: AnswerFormat) -> str:
