@@ -13,12 +13,23 @@ from pydantic import ConfigDict, Field
 
 from lockstep.server.generation import Envelope
 from lockstep.server.protocol import Body, GenerationBody
+from lockstep.server.protocol.tools import (
+    MAX_TOOLS,
+    AllowedTools,
+    AllowedToolsChoice,
+    FunctionBody,
+    FunctionName,
+    NamedTool,
+    ToolBody,
+    choice_of,
+    functions_of,
+)
+from lockstep.server.protocol.tools import Choice as ChatChoice
 from lockstep.server.responses.items import TextOrItems
 from lockstep.server.responses.objects import ReasoningSettings, Response, TextSettings
 from lockstep.text.tools import Function, ToolChoice
 from lockstep.types import RequestError
 
-MAX_TOOLS = 256
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
 
 # Asks for more about built-in tools and images, of which there are none here, or for
@@ -79,13 +90,22 @@ class Tool(Body):
     output_schema: None = None
 
 
-class Choice(Body):
-    """`tool_choice` other than a word: one function, or some of them."""
+class NamedFunction(Body):
+    """`tool_choice` that names the function to call, and an entry of `allowed_tools`."""
 
-    type: Literal["function", "allowed_tools"]
-    name: str | None = None
-    mode: Literal["auto", "required"] | None = None
-    tools: list[dict[str, Any]] | None = None
+    type: Literal["function"]
+    name: str
+
+
+class AllowedFunctions(Body):
+    """`tool_choice` that allows some of the functions."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction]
+
+
+Choice = NamedFunction | AllowedFunctions
 
 
 class ResponseBody(GenerationBody):
@@ -140,38 +160,19 @@ class ResponseBody(GenerationBody):
         """The functions that the model is told of.
 
         Raises:
-            RequestError: a tool of another type, without a name, twice, or with a field
-                that is not known.
+            RequestError: a tool of another type, or one that cannot be called.
         """
-        found: dict[str, Function] = {}
-        for index, tool in enumerate(self.tools or ()):
-            function = _function(tool, f"tools[{index}]")
-            if function.name in found:
-                raise RequestError(f"tools: {function.name!r} is there twice", field="tools")
-            found[function.name] = function
-        return list(found.values())
+        return functions_of(
+            [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
+        )
 
     def choice(self, functions: Sequence[Function]) -> ToolChoice:
         """Whether the model calls them, and which.
 
         Raises:
-            RequestError: one that is not declared, or a call is required and there is none.
+            RequestError: one that is not declared, or a call that nothing can answer.
         """
-        choice = self.tool_choice or "auto"
-        mode: Literal["none", "auto", "required"]
-        allowed: tuple[str, ...] | None = None
-        if not isinstance(choice, Choice):
-            mode = choice
-        elif choice.type == "function":
-            mode, allowed = "required", (_declared(choice.name, functions),)
-        else:
-            mode = choice.mode or "auto"
-            allowed = tuple(_declared(tool.get("name"), functions) for tool in choice.tools or ())
-        if mode == "required" and not (functions if allowed is None else allowed):
-            raise RequestError(
-                "tool_choice asks for a call, but there is nothing to call", field="tool_choice"
-            )
-        return ToolChoice(mode, allowed, self.parallel_tool_calls is not False)
+        return choice_of(_chat_choice(self.tool_choice), functions, self.parallel_tool_calls)
 
     def labels(self) -> dict[str, str]:
         """`metadata`, which is kept and given back.
@@ -244,7 +245,8 @@ class ResponseBody(GenerationBody):
         return values
 
 
-def _function(tool: Tool, where: str) -> Function:
+def _chat_tool(tool: Tool, where: str) -> ToolBody:
+    """The tool as chat completions have it."""
     if tool.type != "function":
         raise RequestError(
             f"{where}: tools of type {tool.type!r} are not supported by this server, only "
@@ -261,20 +263,31 @@ def _function(tool: Tool, where: str) -> Function:
             )
     if tool.name is None:
         raise RequestError(f"{where}.name is missing", field="tools")
-    return Function(
+    function = FunctionBody(
         name=tool.name,
-        description=tool.description or "",
-        parameters=tool.parameters or {},
-        strict=bool(tool.strict),
+        description=tool.description,
+        parameters=tool.parameters,
+        strict=tool.strict,
     )
+    return ToolBody(type="function", function=function)
 
 
-def _declared(name: object, functions: Sequence[Function]) -> str:
-    if not isinstance(name, str) or name not in [function.name for function in functions]:
-        raise RequestError(
-            f"tool_choice names the function {name!r}, which is not in tools", field="tool_choice"
-        )
-    return name
+def _chat_choice(choice: Literal["none", "auto", "required"] | Choice | None) -> ChatChoice | None:
+    """The choice as chat completions have it."""
+    match choice:
+        case NamedFunction():
+            return _named(choice.name)
+        case AllowedFunctions():
+            tools = [_named(tool.name) for tool in choice.tools]
+            return AllowedToolsChoice(
+                type="allowed_tools", allowed_tools=AllowedTools(mode=choice.mode, tools=tools)
+            )
+        case _:
+            return choice
+
+
+def _named(name: str) -> NamedTool:
+    return NamedTool(type="function", function=FunctionName(name=name))
 
 
 def _said_back(tool: Tool) -> dict[str, Any]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
 
 from lockstep.outputs import Delta
 from lockstep.server import errors, logprobs
 from lockstep.server.answers import PieceStream
+from lockstep.server.conversation import prepare, submit_turn
 from lockstep.server.errors import NotFound
-from lockstep.server.generation import Envelope, Service, build_requests, off_loop
+from lockstep.server.generation import Envelope, Service, off_loop
 from lockstep.server.replies import ChatLogprob, encode
 from lockstep.server.responses import items
 from lockstep.server.responses.bodies import ResponseBody
@@ -23,14 +26,25 @@ from lockstep.server.responses.objects import (
     Response,
     ResponseUsage,
 )
-from lockstep.server.responses.store import ResponseStore, Turn
+from lockstep.server.responses.store import ResponseStore
+from lockstep.server.responses.store import Turn as StoredTurn
+from lockstep.text.turn import Turn
 from lockstep.types import RequestError
 
 log = logging.getLogger("lockstep.server")
 
 
+# Fields that this route calls otherwise than chat completions do.
+_OWN_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+
+
 class Input:
-    """What the model is to read: an earlier conversation, if there is one, and new items.
+    """What the model is to go on from: an earlier conversation, if there is one, and new items.
 
     Raises:
         NotFound: no such response is stored for this owner.
@@ -38,7 +52,7 @@ class Input:
     """
 
     def __init__(self, body: ResponseBody, store: ResponseStore, owner: str) -> None:
-        self.parent: Turn | None = None
+        self.parent: StoredTurn | None = None
         if body.previous_response_id is not None:
             self.parent = store.turn(owner, body.previous_response_id)
             if self.parent is None:
@@ -54,37 +68,51 @@ class Input:
         else:
             self.items = items.read(body.input, lambda item: store.item(owner, item))
 
-    def whole(self) -> tuple[AnyItem, ...]:
-        """Every item from the conversation's start."""
+    def turn(self, body: ResponseBody) -> Turn:
+        """The same as a chat.
+
+        Raises:
+            RequestError: items or tools that make no conversation.
+        """
         before = () if self.parent is None else self.parent.whole()
-        return (*before, *self.items)
+        whole = (*before, *self.items)
+        if not whole:
+            raise RequestError("input must not be empty", field="input", code="empty_prompt")
+        functions = body.functions()
+        return Turn(
+            messages=items.messages_of(body.instructions, whole),
+            functions=functions,
+            choice=body.choice(functions),
+            effort=body.reasoning.effort if body.reasoning is not None else None,
+            template_arguments=body.chat_template_kwargs,
+        )
 
 
-async def prompt_of(service: Service, body: ResponseBody, given: Input) -> list[int]:
-    """Token ids that the model reads.
+@contextmanager
+def _own_words() -> Iterator[None]:
+    """Errors name fields as this route does."""
+    try:
+        yield
+    except RequestError as error:
+        name = _OWN_NAMES.get(error.field)
+        if name is None:
+            raise
+        message = str(error).replace(error.field, name, 1)
+        raise RequestError(message, field=name, code=error.code) from None
+
+
+async def count(service: Service, store: ResponseStore, owner: str, body: ResponseBody) -> int:
+    """How many tokens the model would read.
 
     Raises:
-        RequestError: the chat template's complaint among others.
+        RequestError: what cannot be served.
     """
-    whole = given.whole()
-    if not whole:
-        raise RequestError("input must not be empty", field="input", code="empty_prompt")
-    messages = items.conversation(body.instructions, whole)
-    builder = service.llm.builder
-    try:
-        return await off_loop(
-            lambda: builder.encode_chat(messages, body.chat_template_kwargs),
-            sum(len(message.get("content", "")) for message in messages),
-        )
-    except RequestError as error:
-        raise _about_input(error) from None
-
-
-def _about_input(error: RequestError) -> RequestError:
-    """The error in the words of this route, which has no messages."""
-    if error.field != "messages":
-        return error
-    return RequestError(str(error).replace("messages", "input", 1), field="input", code=error.code)
+    service.check_model(body.model)
+    sampling = body.sampling()
+    with _own_words():
+        turn = Input(body, store, owner).turn(body)
+        prepared = await off_loop(lambda: prepare(service, turn, sampling), turn.length())
+    return len(prepared.ids)
 
 
 class Call:
@@ -93,40 +121,55 @@ class Call:
     def __init__(
         self,
         service: Service,
-        store: ResponseStore,
-        owner: str,
-        body: ResponseBody,
-        given: Input,
-        envelope: Envelope,
+        keep: Callable[[Response], None],
+        response: Response,
         pieces: PieceStream,
+        *,
+        wants_logprobs: bool,
     ) -> None:
         self._service = service
-        self._store = store
-        self._owner = owner
-        self._body = body
-        self._given = given
+        self._keep = keep
         self._pieces = pieces
         self._request = pieces.streams[0].answer.request
         self._builder = ResponseBuilder(
-            body.response(envelope), self._usage, self._logprobs if body.wants_logprobs else None
+            response, self._usage, self._logprobs if wants_logprobs else None
         )
 
     @classmethod
     async def submit(
         cls, service: Service, store: ResponseStore, owner: str, body: ResponseBody
     ) -> Call:
-        """Check the body, render the conversation and queue the request."""
+        """Check the body, render the conversation and queue the request.
+
+        Raises:
+            RequestError: what cannot be served; nothing has run.
+        """
         service.check_model(body.model)
-        params = body.sampling()
+        sampling = body.sampling()
+        envelope = replace(Envelope.new(service, ""), id=f"resp_{uuid.uuid4().hex}")
+        response = body.response(envelope)
         given = Input(body, store, owner)
-        envelope = Envelope.new(service, "resp")
-        body.response(envelope)  # complains before anything is computed
-        ids = await prompt_of(service, body, given)
-        requests = build_requests(
-            service, envelope, [ids], params, priority=body.priority, field="input"
-        )
-        pieces = PieceStream(await service.llm.submit(requests))
-        return cls(service, store, owner, body, given, envelope, pieces)
+
+        def keep(finished: Response) -> None:
+            store.put(
+                owner,
+                finished.id,
+                encode(finished),
+                parent=given.parent,
+                inputs=given.items,
+                outputs=finished.output,
+            )
+
+        with _own_words():
+            pieces = await submit_turn(
+                service,
+                envelope,
+                given.turn(body),
+                sampling,
+                priority=body.priority,
+                field="input",
+            )
+        return cls(service, keep, response, pieces, wants_logprobs=body.wants_logprobs)
 
     def cancel(self) -> None:
         """End in the engine what still runs; does nothing after a whole answer."""
@@ -160,23 +203,11 @@ class Call:
         async with aclosing(self._pieces.steps()) as steps:
             async for pieces in steps:
                 made = [event for piece in pieces for event in self._builder.push(piece)]
-                # Before the client hears of the end: it may go on from it at once.
-                if self._builder.response.status in ("completed", "incomplete"):
-                    self._keep()
+                response = self._builder.response
+                if response.store and response.status in ("completed", "incomplete"):
+                    self._keep(response)  # before the client hears of it, and goes on from it
                 if made:
                     yield made
-
-    def _keep(self) -> None:
-        response = self._builder.response
-        if response.store:
-            self._store.put(
-                self._owner,
-                response.id,
-                encode(response),
-                parent=self._given.parent,
-                inputs=self._given.items,
-                outputs=response.output,
-            )
 
     def _usage(self) -> ResponseUsage:
         usage = self._pieces.usage()

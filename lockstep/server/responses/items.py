@@ -313,71 +313,101 @@ def user_message(text: str) -> Message:
     return Message(id=new_id(Message), role="user", content=(InputText(text=text),))
 
 
-def conversation(instructions: str | None, items: Sequence[AnyItem]) -> list[dict[str, Any]]:
-    """The items as a chat template reads them: OpenAI's chat messages.
+def messages_of(instructions: str | None, items: Sequence[AnyItem]) -> list[dict[str, Any]]:
+    """The items as OpenAI's chat messages.
 
     What the model wrote in one turn (reasoning, text, calls) becomes one assistant message,
     as a chat client would send it back.
 
     Raises:
-        RequestError: the output of a call that nobody made.
+        RequestError: a call without its output right behind it, or an output without its call.
     """
-    messages: list[dict[str, Any]] = []
+    conversation = _Conversation()
     if instructions is not None:
-        messages.append({"role": "system", "content": instructions})
-    names: dict[str, str] = {}
-    turn: dict[str, Any] | None = None  # the assistant message under construction
+        conversation.say("system", instructions)
     for item in items:
         match item:
             case Message(role="assistant"):
-                if turn is None or ("content" in turn and "tool_calls" not in turn):
-                    turn = _open_turn(messages)
-                turn["content"] = turn.get("content", "") + _joined(item.content)
-            case Reasoning():
-                if not item.content:
-                    continue
-                if turn is None or turn.keys() & {"content", "tool_calls"}:
-                    turn = _open_turn(messages)
-                thought = "".join(part.text for part in item.content)
-                turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
-            case FunctionCall():
-                names[item.call_id] = item.name
-                if turn is None:
-                    turn = _open_turn(messages)
-                turn.setdefault("tool_calls", []).append(
-                    {
-                        "id": item.call_id,
-                        "type": "function",
-                        "function": {"name": item.name, "arguments": item.arguments},
-                    }
-                )
-            case FunctionCallOutput():
-                turn = None
-                if item.call_id not in names:
-                    raise RequestError(
-                        f"input: there is no function call with call_id {item.call_id!r} "
-                        "before its output",
-                        field="input",
-                    )
-                output = item.output if isinstance(item.output, str) else _joined(item.output)
-                messages.append(
-                    {
-                        "role": "tool",
-                        "tool_call_id": item.call_id,
-                        "name": names[item.call_id],
-                        "content": output,
-                    }
-                )
+                conversation.text(_joined(item.content))
             case Message():
-                turn = None
                 role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": _joined(item.content)})
-    return messages
+                conversation.say(role, _joined(item.content))
+            case Reasoning(content=content) if content:
+                conversation.thought("".join(part.text for part in content))
+            case FunctionCall():
+                conversation.call(item)
+            case FunctionCallOutput(output=output):
+                text = output if isinstance(output, str) else _joined(output)
+                conversation.result(item.call_id, text)
+    conversation.end_turn()
+    return conversation.messages
 
 
-def _open_turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    messages.append({"role": "assistant"})
-    return messages[-1]
+class _Conversation:
+    """Chat messages under construction."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._turn: dict[str, Any] | None = None  # the assistant's message, still open
+        self._waiting: dict[str, None] = {}  # ids of calls without a result
+
+    def say(self, role: str, text: str) -> None:
+        """A message of somebody else than the model."""
+        self.end_turn()
+        self.messages.append({"role": role, "content": text})
+
+    def text(self, text: str) -> None:
+        """Text of the model; behind other text without calls it is a message of its own."""
+        if self._turn is not None and "content" in self._turn and "tool_calls" not in self._turn:
+            self.end_turn()
+        turn = self._open()
+        turn["content"] = turn.get("content", "") + text
+
+    def thought(self, text: str) -> None:
+        """Reasoning of the model: a turn begins with it."""
+        if self._turn is not None and self._turn.keys() & {"content", "tool_calls"}:
+            self.end_turn()
+        turn = self._open()
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+
+    def call(self, item: FunctionCall) -> None:
+        """A call of the model."""
+        turn = self._open()
+        if item.call_id in self._waiting:
+            raise RequestError(f"input: there are two calls {item.call_id!r}", field="input")
+        self._waiting[item.call_id] = None
+        function = {"name": item.name, "arguments": item.arguments}
+        turn.setdefault("tool_calls", []).append(
+            {"id": item.call_id, "type": "function", "function": function}
+        )
+
+    def result(self, call_id: str, text: str) -> None:
+        """What a call gave."""
+        if call_id not in self._waiting:
+            raise RequestError(
+                f"input: the function_call_output of {call_id!r} answers no function_call "
+                "before it",
+                field="input",
+            )
+        del self._waiting[call_id]
+        self._turn = None
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+
+    def end_turn(self) -> None:
+        """Somebody else is about to speak, or the model anew."""
+        self._turn = None
+        for call_id in self._waiting:
+            raise RequestError(
+                f"input: the function_call {call_id!r} has no function_call_output behind it",
+                field="input",
+            )
+
+    def _open(self) -> dict[str, Any]:
+        if self._turn is None:
+            self.end_turn()
+            self._turn = {"role": "assistant"}
+            self.messages.append(self._turn)
+        return self._turn
 
 
 def _joined(parts: Sequence[InputText | OutputText | Refusal]) -> str:

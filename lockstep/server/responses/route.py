@@ -15,7 +15,7 @@ from lockstep.server import calls, replies
 from lockstep.server.errors import NotFound
 from lockstep.server.generation import service_of
 from lockstep.server.responses.bodies import ResponseBody
-from lockstep.server.responses.call import Call, Input, prompt_of
+from lockstep.server.responses.call import Call, count
 from lockstep.server.responses.events import Event, frame
 from lockstep.server.responses.objects import Deleted, InputTokens, ItemList
 from lockstep.server.responses.store import Limits, ResponseStore
@@ -55,10 +55,8 @@ async def create_response(body: ResponseBody, request: HTTPRequest) -> HTTPRespo
 @router.post("/input_tokens")
 async def count_input_tokens(body: ResponseBody, request: HTTPRequest) -> HTTPResponse:
     """How many tokens the model would read; nothing is computed."""
-    service = service_of(request)
-    service.check_model(body.model)
-    ids = await prompt_of(service, body, Input(body, _store(request), _owner()))
-    return _json(replies.encode(InputTokens(input_tokens=len(ids))))
+    tokens = await count(service_of(request), _store(request), _owner(), body)
+    return _json(replies.encode(InputTokens(input_tokens=tokens)))
 
 
 @router.get("/{response_id}")

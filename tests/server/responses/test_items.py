@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from lockstep.server.responses.items import TextOrItems, conversation, read
+from lockstep.server.responses.items import TextOrItems, messages_of, read
 from lockstep.server.responses.objects import (
     AnyItem,
     FunctionCall,
@@ -131,15 +131,26 @@ def answer(text: str) -> dict[str, Any]:
             [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
         ),
         (
-            [user("1+2?"), thought("hm"), answer("let me see"), call("c1"), call("c2")],
+            [
+                user("1+2?"),
+                thought("hm"),
+                answer("let me see"),
+                call("c1"),
+                call("c2"),
+                answer(" now"),
+                result("c2"),
+                result("c1"),
+            ],
             [
                 user("1+2?"),
                 {
                     "role": "assistant",
                     "reasoning_content": "hm",
-                    "content": "let me see",
+                    "content": "let me see now",
                     "tool_calls": [chat_call("c1"), chat_call("c2")],
                 },
+                {"role": "tool", "tool_call_id": "c2", "content": "3"},
+                {"role": "tool", "tool_call_id": "c1", "content": "3"},
             ],
         ),
         (
@@ -151,9 +162,9 @@ def answer(text: str) -> dict[str, Any]:
             ],
             [
                 {"role": "assistant", "tool_calls": [chat_call("c1")]},
-                {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "3"},
+                {"role": "tool", "tool_call_id": "c1", "content": "3"},
                 {"role": "assistant", "tool_calls": [chat_call("c2")]},
-                {"role": "tool", "tool_call_id": "c2", "name": "add", "content": "4"},
+                {"role": "tool", "tool_call_id": "c2", "content": "4"},
             ],
         ),
         (  # the answer and the reasoning of two turns stay apart
@@ -170,11 +181,11 @@ def answer(text: str) -> dict[str, Any]:
     ],
 )
 def test_items_read_as_chat_messages(items: Any, expected: Any) -> None:
-    assert conversation(None, read_json(items)) == expected
+    assert messages_of(None, read_json(items)) == expected
 
 
 def test_instructions_stand_first() -> None:
-    messages = conversation("Be brief.", read_json([user("hi")]))
+    messages = messages_of("Be brief.", read_json([user("hi")]))
     assert messages == [{"role": "system", "content": "Be brief."}, user("hi")]
 
 
@@ -186,6 +197,11 @@ def test_instructions_stand_first() -> None:
         ([call("c1"), result("c1", [{"type": "input_image", "file_id": "x"}])], "input_image"),
         ([{"type": "web_search_call", "id": "ws_1"}], "web_search_call"),
         ([result("nobody")], "nobody"),
+        ([call("c1"), result("c1"), result("c1")], "c1"),
+        ([call("c1")], "c1"),
+        ([call("c1"), user("never mind"), result("c1")], "c1"),
+        ([call("c1"), call("c1"), result("c1")], "two calls 'c1'"),
+        ([call("c1"), call("c2"), result("c2"), call("c3")], "c1"),
         ([{"type": "item_reference", "id": "msg_gone"}], "msg_gone"),
         ([{"role": "user", "content": "x", "surprise": 1}], "surprise"),
         ([{**call("c1"), "namespace": "other"}], "namespace"),
@@ -193,7 +209,7 @@ def test_instructions_stand_first() -> None:
 )
 def test_what_cannot_be_read_is_named(items: Any, complaint: str) -> None:
     with pytest.raises(RequestError, match=complaint) as caught:
-        conversation(None, read_json(items))
+        messages_of(None, read_json(items))
     assert caught.value.field == "input"
 
 
