@@ -134,6 +134,25 @@ def test_native_bfloat16_keeps_its_tree_at_the_edges_of_the_range() -> None:
     assert same_bits(ops.logits(x, ops.pack(weight)), reference.product(x, weight, isa()))
 
 
+def test_native_rounds_to_bfloat16_to_nearest_even_at_every_edge() -> None:
+    # Subnormals, halves between neighbours, overflow, infinities and NaNs, by way of a bias
+    # that is added to an exact zero; among ordinary values, and alone in their vector.
+    edges = [0, 1, 0x8000, 0x7FFFFF, 0x800000, 0x3F808000, 0x3F818000, 0x3F808001, 0x7F7F8000]
+    edges += [0x7F7F7FFF, 0x7F800000, 0x7F800001, 0x7FC12345, 0x80000001, 0xFF7FFFFF, 0xFFC00000]
+    bits = torch.tensor(edges).repeat_interleave(16)
+    bits[1::16] = 0x3F800000
+    edges_then_noise = torch.cat([bits, torch.randint(0, 2**32, (4096,))])
+    wrapped = torch.where(edges_then_noise < 2**31, edges_then_noise, edges_then_noise - 2**32)
+    bias = wrapped.to(torch.int32).view(torch.float32)
+    ops, n = backend("native"), bias.shape[0]
+    packed = ops.pack(torch.zeros(n, 2, dtype=torch.bfloat16))
+    found = ops.linear(torch.zeros(1, 2, dtype=torch.bfloat16), packed, bias=bias)[0]
+    expected = (bias + 0.0).to(torch.bfloat16)
+    nan = bias.isnan()
+    assert torch.equal(found[~nan].view(torch.int16), expected[~nan].view(torch.int16))
+    assert torch.all(found[nan].view(torch.int16) == 0x7FC0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [*FORMS, "plain"])
 def test_values_against_float64(name: str, dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t BLOCK = 32;
 // Query rows times heads that share one load of a block.
 constexpr int64_t UNIT_ROWS = 48;
-// Up to so many, values are read where they lie instead of being converted once.
+// Up to so many, keys and values are read where they lie instead of being laid out once.
 constexpr int64_t FEW_ROWS = 4;
 
 template <typename T>
@@ -52,7 +52,6 @@ struct Unit {
 struct Work {
   float *keys, *values, *scores, *acc, *m, *l, *total_acc, *total_m, *total_l, *query;
   int32_t *low, *high;  // row r sees positions [low[r], high[r]); both grow with r
-  const void* value_rows[BLOCK];
 
   static size_t floats(int64_t rows, int64_t e) {
     return size_t(2 * BLOCK * e + rows * (BLOCK + 3 * e) + 6 * (rows + LANES) + 8 * LANES);
@@ -78,10 +77,19 @@ struct Work {
   }
 };
 
-LK_INLINE void prefetch(const void* from, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64)
-    __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
-}
+// The keys and values of one block where they lie, sixteen positions at a time; a null
+// where nothing is to be read. Few rows read them in place, and fetch the next block's
+// lines, one by one, while they compute.
+constexpr int64_t PARTS = BLOCK / LANES;
+static_assert(PARTS == 2, "a part that is not there is read as the other one");
+template <typename T>
+struct InPlace {
+  const typename KeyStep<T>::type* keys[PARTS] = {};
+  const T* values[PARTS] = {};
+  bool whole = true;  // every position of the range has a page of at least sixteen
+};
+
+LK_INLINE void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 // Calls use(column, count, keys, values) for every stretch of one page in positions
 // [begin, end); column counts from `start`. Absent pages are left out.
@@ -102,23 +110,19 @@ LK_INLINE void each_page(const Launch<T>& a, const Unit& u, int64_t start, int64
   }
 }
 
-// Keys [begin, end) of the block that starts at position `start`, as [step][BLOCK],
-// and their values: converted to float32 [BLOCK][E], or for few rows by address.
-// Everything else reads as zero.
+// Keys [begin, end) of the block that starts at position `start`, as [step][BLOCK], and
+// their values, converted to float32 [BLOCK][E]. Everything else reads as zero.
 template <typename T>
 void load_block(const Launch<T>& a, const Unit& u, int64_t start, int64_t begin, int64_t end,
-                bool few, Work& w) {
+                Work& w) {
   using E = typename KeyStep<T>::type;
   constexpr int64_t W = sizeof(E) / sizeof(T);
   const int64_t e = a.head_dim, steps = e / W, tokens = a.page_tokens;
   E* keys = reinterpret_cast<E*>(w.keys);
-  static const T kZeros[1024] = {};
-  if (begin > start || end < start + BLOCK)
+  if (begin > start || end < start + BLOCK) {
     std::memset(keys, 0, sizeof(E) * size_t(steps * BLOCK));
-  if (few)
-    std::fill(w.value_rows, w.value_rows + BLOCK, static_cast<const void*>(kZeros));
-  else if (begin > start || end < start + BLOCK)
     std::memset(w.values, 0, sizeof(float) * size_t(BLOCK * e));
+  }
   each_page(a, u, start, begin, end, [&](int64_t column, int64_t n, const E* from, const T* v) {
     if (n == LANES) {
       for (int64_t s = 0; s < steps; ++s)
@@ -127,11 +131,33 @@ void load_block(const Launch<T>& a, const Unit& u, int64_t start, int64_t begin,
       for (int64_t s = 0; s < steps; ++s)
         std::memcpy(keys + s * BLOCK + column, from + s * tokens, sizeof(E) * size_t(n));
     }
-    if (few)
-      for (int64_t i = 0; i < n; ++i) w.value_rows[column + i] = v + i * e;
-    else
-      for (int64_t i = 0; i < n * e; i += LANES) store(w.values + column * e + i, load(v + i));
+    for (int64_t i = 0; i < n * e; i += LANES) store(w.values + column * e + i, load(v + i));
   });
+}
+
+// Where positions [begin, end) of the block at `start` lie. Positions outside that share a
+// part with one inside are read too, and masked.
+template <typename T>
+InPlace<T> find_block(const Launch<T>& a, const Unit& u, int64_t start, int64_t begin,
+                      int64_t end) {
+  InPlace<T> found;
+  const int64_t e = a.head_dim, tokens = a.page_tokens;
+  const int32_t* table = a.page_table + u.run * a.table_width;
+  for (int64_t part = 0; part < PARTS; ++part) {
+    const int64_t p = start + part * LANES;
+    if (p >= end || p + LANES <= begin) continue;
+    const int64_t entry = p / tokens, at = p - entry * tokens;
+    const int64_t page = entry < a.table_width ? table[entry] : -1;
+    if (tokens % LANES != 0 || page < 0 || page >= a.pages) {
+      found.whole = false;
+      return found;
+    }
+    using E = typename KeyStep<T>::type;
+    const int64_t base = page * a.page_stride + u.head * tokens * e;
+    found.keys[part] = reinterpret_cast<const E*>(a.k + base) + at;
+    found.values[part] = a.v + base + at * e;
+  }
+  return found;
 }
 
 // One row's step of the online softmax: scores become probabilities in place.
@@ -173,49 +199,81 @@ LK_INLINE void weigh(int rows, const float* p, const float* values, float* acc, 
                                high - low);
 }
 
-// The same sums for few rows, from values where they lie.
+// Scores of few rows against keys where they lie, [step][tokens].
+template <typename T, int ROWS>
+void score_in_place(const typename KeyStep<T>::type* q, int64_t steps, int64_t tokens,
+                    const InPlace<T>& block, const InPlace<T>& next, float* scores) {
+  using E = typename KeyStep<T>::type;
+  using V = typename VectorOf<E>::type;
+  constexpr int N = LANES / WIDTH;
+  const E *key[PARTS], *line[PARTS];
+  for (int64_t part = 0; part < PARTS; ++part) {
+    key[part] = block.keys[part] ? block.keys[part] : block.keys[PARTS - 1 - part];
+    line[part] = next.keys[part] ? next.keys[part] : key[part];
+  }
+  VF acc[ROWS][PARTS][N];
+#pragma GCC unroll 64
+  for (int i = 0; i < ROWS * PARTS * N; ++i) (&acc[0][0][0])[i] = VF{};
+  for (int64_t s = 0; s < steps; ++s) {
+#pragma GCC unroll 8
+    for (int part = 0; part < PARTS; ++part) {
+      fetch(line[part] + s * tokens);
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) {
+        const V b = load_as<V>(key[part] + s * tokens + j * WIDTH);
+#pragma GCC unroll 8
+        for (int i = 0; i < ROWS; ++i)
+          acc[i][part][j] = multiply_add(acc[i][part][j], q[i * steps + s], b);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 8
+    for (int part = 0; part < PARTS; ++part)
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j)
+        store_as(scores + i * BLOCK + part * LANES + j * WIDTH, acc[i][part][j]);
+}
+
+// As `weigh` for few rows, from values where they lie.
 template <typename T, int ROWS, int VECS>
-LK_INLINE void weigh_chunk(const float* p, const void* const* values, float* acc, int64_t e,
-                           int64_t low, int64_t high) {
+LK_INLINE void weigh_chunk(const float* p, const InPlace<T>& block, const InPlace<T>& next,
+                           int64_t at, float* acc, int64_t e, int64_t low, int64_t high) {
+  constexpr int64_t kLine = 64 / sizeof(T);
   F16 sum[ROWS][VECS];
   for (int i = 0; i < ROWS; ++i)
     for (int j = 0; j < VECS; ++j) sum[i][j] = load(acc + i * e + j * LANES);
-  for (int64_t key = low; key < high; ++key) {
-    F16 v[VECS];
-    for (int j = 0; j < VECS; ++j) v[j] = load(static_cast<const T*>(values[key]) + j * LANES);
-    for (int i = 0; i < ROWS; ++i)
-      for (int j = 0; j < VECS; ++j) sum[i][j] = fma(splat(p[i * BLOCK + key]), v[j], sum[i][j]);
+  for (int64_t part = 0; part < PARTS; ++part) {
+    const int64_t from = std::max(low, part * LANES), to = std::min(high, (part + 1) * LANES);
+    if (from >= to) continue;
+    const T* value = block.values[part] + at - part * LANES * e;
+    const T* line = (next.values[part] ? next.values[part] : block.values[part]) + at -
+                    part * LANES * e;
+    for (int64_t key = from; key < to; ++key) {
+      F16 v[VECS];
+      for (int j = 0; j < VECS; ++j) v[j] = load(value + key * e + j * LANES);
+      for (int64_t j = 0; j < VECS * LANES; j += kLine) fetch(line + key * e + j);
+      for (int i = 0; i < ROWS; ++i)
+        for (int j = 0; j < VECS; ++j) sum[i][j] = fma(splat(p[i * BLOCK + key]), v[j], sum[i][j]);
+    }
   }
   for (int i = 0; i < ROWS; ++i)
     for (int j = 0; j < VECS; ++j) store(acc + i * e + j * LANES, sum[i][j]);
 }
 
 template <typename T, int ROWS>
-void weigh_in_place(const float* p, const void* const* values, float* acc, int64_t e, int64_t low,
-                    int64_t high) {
+void weigh_in_place(const float* p, const InPlace<T>& block, const InPlace<T>& next, float* acc,
+                    int64_t e, int64_t low, int64_t high) {
   constexpr int VECS = 2 * PANEL_VECS;
-  const void* shifted[BLOCK];
   for (int64_t i = 0; i < e;) {
-    for (int64_t key = low; key < high; ++key)
-      shifted[key] = static_cast<const T*>(values[key]) + i;
     if (i + VECS * LANES <= e) {
-      weigh_chunk<T, ROWS, VECS>(p, shifted, acc + i, e, low, high);
+      weigh_chunk<T, ROWS, VECS>(p, block, next, i, acc + i, e, low, high);
       i += VECS * LANES;
     } else {
-      weigh_chunk<T, ROWS, 1>(p, shifted, acc + i, e, low, high);
+      weigh_chunk<T, ROWS, 1>(p, block, next, i, acc + i, e, low, high);
       i += LANES;
     }
-  }
-}
-
-template <typename T>
-void weigh_few(int rows, const float* p, const void* const* values, float* acc, int64_t e,
-               int64_t low, int64_t high) {
-  switch (rows) {
-    case 1: return weigh_in_place<T, 1>(p, values, acc, e, low, high);
-    case 2: return weigh_in_place<T, 2>(p, values, acc, e, low, high);
-    case 3: return weigh_in_place<T, 3>(p, values, acc, e, low, high);
-    default: return weigh_in_place<T, 4>(p, values, acc, e, low, high);
   }
 }
 
@@ -237,50 +295,109 @@ void merge(Work& w, int64_t row, int64_t e, bool first) {
     store(total + i, fma(load(total + i), splat(a), load(part + i) * b));
 }
 
-// One block's keys and values into the running softmax of every row that sees some of them.
-template <typename T>
-void add_block(const Launch<T>& a, const Unit& u, int64_t k0, int64_t rows, bool few,
-               const T* query, Work& w) {
-  using E = typename KeyStep<T>::type;
-  const int64_t e = a.head_dim, steps = e * int64_t(sizeof(T)) / int64_t(sizeof(E));
-  const int64_t begin = w.low[0], end = w.high[rows - 1];
-  load_block(a, u, k0, std::max(k0, begin), std::min(k0 + BLOCK, end), few, w);
-  if (few)  // the next block's lines are on their way while this one is computed
-    each_page(a, u, k0, k0 + BLOCK, std::min(k0 + 2 * BLOCK, end),
-              [&](int64_t, int64_t n, const E* keys, const T* values) {
-                if (n == a.page_tokens) prefetch(keys, n * e * int64_t(sizeof(T)));
-                prefetch(values, n * e * int64_t(sizeof(T)));
-              });
-  int64_t from = 0, to = rows;
-  while (from < rows && w.high[from] <= k0) ++from;
-  while (to > from && w.low[to - 1] >= k0 + BLOCK) --to;
-  const E* keys = reinterpret_cast<const E*>(w.keys);
-  for (int64_t r = from; r < to; r += TILE_ROWS)
-    for (int64_t j = 0; j < BLOCK; j += PANEL)
-      tile_rows<E, PANEL_VECS, true>(int(std::min<int64_t>(TILE_ROWS, to - r)),
-                                     reinterpret_cast<const E*>(query) + r * steps, steps,
-                                     keys + j, BLOCK, w.scores + r * BLOCK + j, BLOCK, steps);
-  for (int64_t r = from; r < to; ++r)
-    soften(w.scores + r * BLOCK, w.low[r] - k0, w.high[r] - k0, a.scale, w.m + r, w.l + r,
-           w.acc + r * e, e);
-  const int64_t most = few ? FEW_ROWS : TILE_ROWS;
-  for (int64_t r = from; r < to;) {  // rows that see the same keys go together
-    const int64_t left = std::max<int64_t>(0, w.low[r] - k0);
-    const int64_t right = std::min<int64_t>(BLOCK, w.high[r] - k0);
+// Rows [from, to) of a unit that see some of the block at k0.
+struct Span {
+  int64_t from, to;
+};
+Span rows_at(const Work& w, int64_t k0, int64_t rows) {
+  Span s{0, rows};
+  while (s.from < rows && w.high[s.from] <= k0) ++s.from;
+  while (s.to > s.from && w.low[s.to - 1] >= k0 + BLOCK) --s.to;
+  return s;
+}
+
+// Calls use(row, count, low, high) for neighbouring rows, at most `most`, that see the same
+// keys [low, high) of the block.
+template <typename F>
+LK_INLINE void each_alike(const Work& w, int64_t k0, Span span, int64_t most, F&& use) {
+  for (int64_t r = span.from; r < span.to;) {
+    const int64_t low = std::max<int64_t>(0, w.low[r] - k0);
+    const int64_t high = std::min<int64_t>(BLOCK, w.high[r] - k0);
     int64_t n = 1;
-    while (n < most && r + n < to && std::max<int64_t>(0, w.low[r + n] - k0) == left &&
-           std::min<int64_t>(BLOCK, w.high[r + n] - k0) == right)
+    while (n < most && r + n < span.to && std::max<int64_t>(0, w.low[r + n] - k0) == low &&
+           std::min<int64_t>(BLOCK, w.high[r + n] - k0) == high)
       ++n;
-    if (few)
-      weigh_few<T>(int(n), w.scores + r * BLOCK, w.value_rows, w.acc + r * e, e, left, right);
-    else
-      weigh(int(n), w.scores + r * BLOCK, w.values, w.acc + r * e, e, left, right);
+    use(r, n, low, high);
     r += n;
   }
 }
 
+// One block's keys and values into the running softmax of every row that sees some of them.
 template <typename T>
-void run_unit(const Launch<T>& a, const Unit& u) {
+void add_block(const Launch<T>& a, const Unit& u, int64_t k0, int64_t rows, const T* query,
+               Work& w) {
+  using E = typename KeyStep<T>::type;
+  const int64_t e = a.head_dim, steps = e * int64_t(sizeof(T)) / int64_t(sizeof(E));
+  load_block(a, u, k0, std::max<int64_t>(k0, w.low[0]),
+             std::min<int64_t>(k0 + BLOCK, w.high[rows - 1]), w);
+  const Span span = rows_at(w, k0, rows);
+  const E* keys = reinterpret_cast<const E*>(w.keys);
+  for (int64_t r = span.from; r < span.to; r += TILE_ROWS)
+    for (int64_t j = 0; j < BLOCK; j += PANEL)
+      tile_rows<E, PANEL_VECS, true>(int(std::min<int64_t>(TILE_ROWS, span.to - r)),
+                                     reinterpret_cast<const E*>(query) + r * steps, steps,
+                                     keys + j, BLOCK, w.scores + r * BLOCK + j, BLOCK, steps);
+  for (int64_t r = span.from; r < span.to; ++r)
+    soften(w.scores + r * BLOCK, w.low[r] - k0, w.high[r] - k0, a.scale, w.m + r, w.l + r,
+           w.acc + r * e, e);
+  each_alike(w, k0, span, TILE_ROWS, [&](int64_t r, int64_t n, int64_t low, int64_t high) {
+    weigh(int(n), w.scores + r * BLOCK, w.values, w.acc + r * e, e, low, high);
+  });
+}
+
+template <typename T, int ROWS>
+void add_in_place(const Launch<T>& a, int64_t k0, const InPlace<T>& block, const InPlace<T>& next,
+                  const T* query, Work& w) {
+  using E = typename KeyStep<T>::type;
+  const int64_t e = a.head_dim, steps = e * int64_t(sizeof(T)) / int64_t(sizeof(E));
+  score_in_place<T, ROWS>(reinterpret_cast<const E*>(query), steps, a.page_tokens, block, next,
+                          w.scores);
+  const Span span = rows_at(w, k0, ROWS);
+  for (int64_t r = span.from; r < span.to; ++r)
+    soften(w.scores + r * BLOCK, w.low[r] - k0, w.high[r] - k0, a.scale, w.m + r, w.l + r,
+           w.acc + r * e, e);
+  each_alike(w, k0, span, ROWS, [&](int64_t r, int64_t n, int64_t low, int64_t high) {
+    const float* p = w.scores + r * BLOCK;
+    float* acc = w.acc + r * e;
+    if (n == ROWS) return weigh_in_place<T, ROWS>(p, block, next, acc, e, low, high);
+    for (int64_t i = 0; i < n; ++i)
+      weigh_in_place<T, 1>(p + i * BLOCK, block, next, acc + i * e, e, low, high);
+  });
+}
+
+template <typename T>
+void add_few(int64_t rows, const Launch<T>& a, int64_t k0, const InPlace<T>& block,
+             const InPlace<T>& next, const T* query, Work& w) {
+  switch (rows) {
+    case 1: return add_in_place<T, 1>(a, k0, block, next, query, w);
+    case 2: return add_in_place<T, 2>(a, k0, block, next, query, w);
+    case 3: return add_in_place<T, 3>(a, k0, block, next, query, w);
+    default: return add_in_place<T, 4>(a, k0, block, next, query, w);
+  }
+}
+
+// Positions that some row of the unit sees.
+template <typename T>
+void seen_by(const Launch<T>& a, const Unit& u, int64_t* begin, int64_t* end) {
+  const int64_t length = a.query_start[u.run + 1] - a.query_start[u.run];
+  const int64_t place = a.context_len[u.run] - length;
+  *begin = a.window > 0 ? std::max<int64_t>(0, place + u.first + 1 - a.window) : 0;
+  *end = place + u.last;
+}
+
+// The block with which a unit begins.
+template <typename T>
+InPlace<T> first_block(const Launch<T>& a, const Unit* u) {
+  if (u == nullptr) return {};
+  int64_t begin, end;
+  seen_by(a, *u, &begin, &end);
+  const int64_t start = begin / BLOCK * BLOCK;
+  return find_block(a, *u, start, begin, std::min(start + BLOCK, end));
+}
+
+// `after` is the unit that this thread will probably run next, or null.
+template <typename T>
+void run_unit(const Launch<T>& a, const Unit& u, const Unit* after) {
   const int64_t e = a.head_dim, group = a.q_heads / a.kv_heads;
   const int64_t rows = (u.last - u.first) * group;
   Work w(static_cast<float*>(scratch(sizeof(float) * Work::floats(rows, e))), rows, e);
@@ -297,6 +414,8 @@ void run_unit(const Launch<T>& a, const Unit& u) {
   }
   const bool few = rows <= FEW_ROWS;
   const int64_t begin = w.low[0], end = w.high[rows - 1];
+  InPlace<T> next;
+  if (few) next = first_block(a, &u);
   for (int64_t segment = begin / a.segment * a.segment; segment < end; segment += a.segment) {
     const int64_t segment_end = std::min(segment + a.segment, end);
     for (int64_t r = 0; r < rows; ++r) {
@@ -305,7 +424,17 @@ void run_unit(const Launch<T>& a, const Unit& u) {
     }
     std::memset(w.acc, 0, sizeof(float) * size_t(rows * e));
     for (int64_t k0 = std::max(segment, begin / BLOCK * BLOCK); k0 < segment_end; k0 += BLOCK)
-      add_block(a, u, k0, rows, few, query, w);
+      if (few) {
+        const InPlace<T> block = next;
+        next = k0 + BLOCK < end ? find_block(a, u, k0 + BLOCK, begin, std::min(k0 + 2 * BLOCK, end))
+                                : first_block(a, after);
+        if (block.whole)
+          add_few(rows, a, k0, block, next, query, w);
+        else
+          add_block(a, u, k0, rows, query, w);
+      } else {
+        add_block(a, u, k0, rows, query, w);
+      }
     for (int64_t r = 0; r < rows; ++r)
       if (w.low[r] < segment_end && w.high[r] > segment)
         merge(w, r, e, w.low[r] / a.segment * a.segment == segment);
@@ -335,7 +464,10 @@ void attention(Pool* pool, const Launch<T>& a) {
   }
   std::stable_sort(units.begin(), units.end(),
                    [](const Unit& x, const Unit& y) { return x.cost > y.cost; });
-  parallel(pool, int64_t(units.size()), [&](int64_t i) { run_unit(a, units[size_t(i)]); });
+  const int64_t count = int64_t(units.size()), ahead = pool == nullptr ? 1 : pool->threads();
+  parallel(pool, count, [&](int64_t i) {
+    run_unit(a, units[size_t(i)], i + ahead < count ? &units[size_t(i + ahead)] : nullptr);
+  });
 }
 
 }  // namespace

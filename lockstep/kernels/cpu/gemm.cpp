@@ -98,15 +98,18 @@ const typename Step<T>::type* operand(const T* x, int64_t rows, int64_t k, std::
   return reinterpret_cast<const typename Step<T>::type*>(x);
 }
 
-// How a launch is cut into tasks: `group` panels by `block` rows.
+// How a launch is cut into tasks: `group` panels by `block` rows. A block's rows stay in the
+// core's cache from panel to panel; many tasks, because the last ones to finish are waited for.
 struct Cut {
   int64_t group, block, groups, blocks;
 };
 
 Cut cut(int64_t threads, int64_t panels, int64_t rows) {
   Cut c;
-  const int64_t wanted = threads * 12;
-  c.block = std::min<int64_t>((rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS, TILE_ROWS * 16);
+  const int64_t wanted = threads * 24;
+  const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  c.blocks = (tiles + 15) / 16;
+  c.block = (tiles + c.blocks - 1) / c.blocks * TILE_ROWS;
   c.blocks = (rows + c.block - 1) / c.block;
   c.group = std::max<int64_t>(1, panels * c.blocks / wanted);
   c.groups = (panels + c.group - 1) / c.group;

@@ -101,6 +101,12 @@ LK_INLINE F16 load(const float* p) { return load_as<F16>(p); }
 LK_INLINE F16 load(const bf16* p) { return (F16)(widen(load_as<H16>(p)) << 16); }
 LK_INLINE void store(float* p, F16 v) { store_as(p, v); }
 LK_INLINE H16 round_bf16(F16 v) {
+#if defined(LK_DOT_BF16)
+  // The instruction agrees but for subnormals, which it flushes, and NaNs, which it keeps.
+  constexpr int kSubnormalOrNan = 0x20 | 0x01 | 0x80;
+  if (__builtin_expect(_mm512_fpclass_ps_mask((__m512)v, kSubnormalOrNan) == 0, 1))
+    return (H16)_mm512_cvtneps_pbh((__m512)v);
+#endif
   U16 u = (U16)v;
   U16 r = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   return narrow(v != v ? splat_u(0x7fc0) : r);
@@ -116,9 +122,13 @@ LK_INLINE F16 cast<float>(F16 v) {
 }
 template <>
 LK_INLINE F16 cast<bf16>(F16 v) {
+#if defined(LK_DOT_BF16)
+  return (F16)(widen(round_bf16(v)) << 16);
+#else
   U16 u = (U16)v;
   U16 r = (u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000u;
   return v != v ? (F16)splat_u(0x7fc00000) : (F16)r;
+#endif
 }
 
 // Loads and stores of the first n lanes only; the others read as zero.
