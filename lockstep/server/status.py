@@ -72,7 +72,8 @@ class Throughput:
         return (count - counted) / (now - before) if now > before else 0.0
 
 
-@router.api_route("/health", methods=["GET", "HEAD"])
+@router.head("/health", include_in_schema=False)
+@router.get("/health")
 async def health(request: HTTPRequest) -> Response:
     """200 while this process runs: a restarting engine is no reason to kill the server."""
     service = service_of(request)
@@ -83,7 +84,8 @@ async def health(request: HTTPRequest) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
-@router.api_route("/ready", methods=["GET", "HEAD"])
+@router.head("/ready", include_in_schema=False)
+@router.get("/ready")
 async def ready(request: HTTPRequest) -> Response:
     """200 when requests are taken, else 503 with the reason: for load balancers."""
     client = service_of(request).llm.client
