@@ -109,12 +109,15 @@ class RequestBuilder:
         messages: Conversation,
         template_arguments: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 
         Args:
             template_arguments: further variables for the chat template.
             tools: JSON schemas of callable functions, for a template that knows them.
+            add_generation_prompt: open the assistant's turn.
 
         Raises:
             RequestError: not a list of messages, no template, or the template's complaint.
@@ -126,7 +129,12 @@ class RequestBuilder:
                 f"chat_template_kwargs may not set {', '.join(sorted(reserved))}",
                 field="chat_template_kwargs",
             )
-        return self.tokenizer.encode_chat(messages, tools=tools, **(template_arguments or {}))
+        return self.tokenizer.encode_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            **(template_arguments or {}),
+        )
 
     def build(
         self,
@@ -150,7 +158,9 @@ class RequestBuilder:
             RequestError: too long for the model, or an id outside the vocabulary.
         """
         self.check_length(len(ids), params, field=field)
-        self._check_params(params)
+        ends = () if params.ignore_eos else self.tokenizer.eos_ids
+        stop_ids = tuple(dict.fromkeys((*ends, *params.stop_token_ids)))
+        self._check_params(params, stop_ids)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority must be an integer, got {priority!r}", field="priority")
         if abs(priority) > MAX_PRIORITY:
@@ -160,12 +170,11 @@ class RequestBuilder:
             )
         if params.seed is None:
             params = dataclasses.replace(params, seed=secrets.randbelow(MAX_SEED))
-        ends = () if params.ignore_eos else self.tokenizer.eos_ids
         return Request(
             id=request_id or uuid.uuid4().hex,
             prompt=tuple(ids),
             sampling=params,
-            stop_ids=tuple(dict.fromkeys((*ends, *params.stop_token_ids))),
+            stop_ids=stop_ids,
             bad_ids=self.tokenizer.bad_word_ids(params.bad_words) if params.bad_words else (),
             priority=priority,
             score_from=score_from,
@@ -197,13 +206,19 @@ class RequestBuilder:
             self._check_id(field, token)
         return list(ids)
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _check_params(self, params: SamplingParams, stop_ids: Sequence[int]) -> None:
         for token in params.logit_bias:
             self._check_id("logit_bias", token)
         for token in params.stop_token_ids:
             self._check_id("stop_token_ids", token)
         for token in params.logprob_token_ids:
             self._check_id("logprob_token_ids", token)
+        if params.min_tokens and len(stop_ids) >= self.info.vocab_size:
+            raise RequestError(
+                "min_tokens leaves no token that could be drawn: every id of the vocabulary is "
+                "a stop or end-of-sequence id",
+                field="min_tokens",
+            )
         for text in params.stop:
             _check_text("stop", text)
         for text in params.bad_words:

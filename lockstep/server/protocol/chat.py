@@ -7,11 +7,19 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.server.protocol.generation import GenerationBody
-from lockstep.server.protocol.tools import Choice, ToolBody, ToolCallBody, choice_of, functions_of
+from lockstep.server.protocol.tools import (
+    MAX_TOOLS,
+    Choice,
+    ToolBody,
+    ToolCallBody,
+    choice_of,
+    functions_of,
+)
 from lockstep.text.turn import Turn
 from lockstep.types import RequestError
 
 MAX_MESSAGES = 8192
+MAX_CALLS = 1024  # of one message
 
 
 class ChatMessageBody(BaseModel):
@@ -22,7 +30,7 @@ class ChatMessageBody(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[ToolCallBody] | None = None
+    tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -94,7 +102,7 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    tools: list[ToolBody] | None = None
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import SkipValidation
 
 from lockstep.server.protocol.generation import GenerationBody
 from lockstep.types import RequestError
@@ -13,7 +15,7 @@ MAX_PROMPTS = 2048  # of a request, each choice counted
 class CompletionBody(GenerationBody):
     """Body of `POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
@@ -25,21 +27,35 @@ class CompletionBody(GenerationBody):
         """The prompts, one an answer.
 
         Raises:
-            RequestError: none, or too many.
+            RequestError: none, too many, or something else.
         """
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt:
-            raise RequestError("prompt must not be empty", field="prompt", code="empty_prompt")
-        if isinstance(self.prompt[0], int):
-            return [[token for token in self.prompt if isinstance(token, int)]]
-        if len(self.prompt) * (self.n or 1) > MAX_PROMPTS:
+        prompt: Any = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not isinstance(prompt, list):
             raise RequestError(
-                f"{len(self.prompt)} prompts with n={self.n or 1} ask for "
-                f"{len(self.prompt) * (self.n or 1)} answers, at most {MAX_PROMPTS} are allowed",
+                "prompt must be a string, a list of token ids, or a list of either, "
+                f"got {type(prompt).__name__}",
                 field="prompt",
             )
-        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+        if not prompt:
+            raise RequestError("prompt must not be empty", field="prompt", code="empty_prompt")
+        if not isinstance(prompt[0], str | list):
+            return [prompt]  # each id is checked where the prompt is encoded
+        if len(prompt) * (self.n or 1) > MAX_PROMPTS:
+            raise RequestError(
+                f"{len(prompt)} prompts with n={self.n or 1} ask for "
+                f"{len(prompt) * (self.n or 1)} answers, at most {MAX_PROMPTS} are allowed",
+                field="prompt",
+            )
+        for index, entry in enumerate(prompt):
+            if not isinstance(entry, str | list):
+                raise RequestError(
+                    f"prompt[{index}] must be a string or a list of token ids, "
+                    f"got {type(entry).__name__}",
+                    field="prompt",
+                )
+        return list(prompt)
 
     def _own_sampling(self) -> dict[str, Any]:
         if self.best_of is not None and self.best_of != (self.n or 1):

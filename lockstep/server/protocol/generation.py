@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, model_validator
 
 from lockstep.server.constraints import grammar_of
-from lockstep.types import RequestError, SamplingParams
+from lockstep.types import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_LOGPROB_IDS,
+    MAX_STOPS,
+    RequestError,
+    SamplingParams,
+)
 
 
 class Body(BaseModel):
@@ -26,6 +33,9 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """Fields that completions and chat completions share.
 
+    Validation by pydantic holds the server's loop, so whatever may be long is bounded or
+    checked later: a body of megabytes costs milliseconds here, whatever is wrong with it.
+
     Attributes:
         top_k .. logprobs_mode, ignore_eos, skip_special_tokens: extensions; see `SamplingParams`.
         response_format: OpenAI's; structured_outputs, guided_*: extensions, vLLM's: see
@@ -41,11 +51,11 @@ class GenerationBody(Body):
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     max_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], SkipValidation] | None = None
     seed: int | None = None
     response_format: dict[str, Any] | None = None
 
@@ -58,13 +68,13 @@ class GenerationBody(Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
+    logprob_token_ids: Annotated[list[int], Field(max_length=MAX_LOGPROB_IDS)] | None = None
     logprobs_mode: Literal["raw", "processed"] | None = None
     return_token_ids: bool = False
     priority: int = 0
@@ -105,6 +115,17 @@ class GenerationBody(Body):
         "prompt_logprobs",
         "logprobs_mode",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, data: Any) -> Any:
+        """Keep one unknown field at most: it is refused, and the others need no error each."""
+        fields = cls.model_fields
+        if not isinstance(data, dict) or len(data) <= len(fields):
+            return data
+        unknown = next(name for name in data if name not in fields)
+        known = {name: data[name] for name in fields if name in data}
+        return {unknown: data[unknown], **known}
 
     @property
     def include_usage(self) -> bool:
@@ -157,8 +178,13 @@ class GenerationBody(Body):
                 )
 
 
-def _token_keys(bias: dict[str, float]) -> dict[int, float]:
+def _token_keys(bias: Any) -> dict[int, float]:
     """JSON object keys are strings; token ids are not."""
+    if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIAS_ENTRIES:
+        raise RequestError(
+            f"logit_bias must map at most {MAX_LOGIT_BIAS_ENTRIES} token ids to numbers",
+            field="logit_bias",
+        )
     result: dict[int, float] = {}
     for key, value in bias.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):

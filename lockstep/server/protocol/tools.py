@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict
+from pydantic import Field
 
 from lockstep.server.protocol.generation import Body
 from lockstep.text.tools import Function, ToolChoice
@@ -47,7 +47,7 @@ class AllowedTools(Body):
     """The functions that may be called, and whether one has to be."""
 
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: Annotated[list[NamedTool], Field(max_length=MAX_TOOLS)]
 
 
 class AllowedToolsChoice(Body):
@@ -70,8 +70,6 @@ class CalledFunction(Body):
 class ToolCallBody(Body):
     """One entry of an assistant's `tool_calls`; an `index` from a stream is passed over."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
-
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -86,15 +84,10 @@ def functions_of(tools: Sequence[ToolBody] | None) -> list[Function]:
     """The functions of `tools`.
 
     Raises:
-        RequestError: too many, two of one name, or one that cannot be called.
+        RequestError: two of one name, or one that cannot be called.
     """
-    tools = tools or ()
-    if len(tools) > MAX_TOOLS:
-        raise RequestError(
-            f"tools has {len(tools)} entries, at most {MAX_TOOLS} are allowed", field="tools"
-        )
     found: dict[str, Function] = {}
-    for tool in tools:
+    for tool in tools or ():
         own = tool.function
         if own.name in found:
             raise RequestError(f"tools: {own.name!r} is there twice", field="tools")

@@ -161,9 +161,12 @@ class CallReader:
         return self._take()
 
     def finish(self) -> list[Event]:
-        """What was held back; a call still under way is content unless it was told of."""
+        """What was held back; a call still under way is content unless a grammar kept it."""
         self._end()
-        if self._raw:
+        if self._raw and self._eager:
+            self._raw.clear()  # a call that was begun and not finished, for want of room
+            self._buffer = ""
+        elif self._raw:
             self._break()
         self._content(self._take_buffer())
         if self._space:
