@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 128, 256])
-    parser.add_argument("--page-tokens", type=int, default=32)
+    parser.add_argument("--page-tokens", type=int, default=64)
     parser.add_argument("--output", type=int, default=1024, help="tokens out of the closed batch")
     options = parser.parse_args()
     chosen = [item for item in items if getattr(options, item)] or list(items)

@@ -34,7 +34,7 @@ def main() -> None:
     runner = Runner(
         random_model(SHAPES[options.shape], backend),
         backend,
-        page_tokens=32,
+        page_tokens=64,
         step_tokens=8192,
         max_sequences=256,
     )

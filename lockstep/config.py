@@ -38,7 +38,7 @@ DEFAULTS: dict[str, dict[str, int]] = {
         "max_chunk_tokens": 256,
     },
     "cuda": {
-        "page_tokens": 32,
+        "page_tokens": 64,
         "max_step_tokens": 8192,
         "max_sequences": 256,
         "max_chunk_tokens": 4096,
@@ -86,7 +86,7 @@ class CacheConfig:
 
     Attributes:
         page_tokens: tokens a page; divides the attention block (`kernels.tree.BLOCK`).
-            0 takes the device's default: 16 on a CPU, 32 on CUDA.
+            0 takes the device's default: 16 on a CPU, 64 on CUDA.
         memory_bytes: bytes of the pool; 0 means sized by the runner from free memory.
         prefix_caching: keep finished sequences' pages for reuse.
     """

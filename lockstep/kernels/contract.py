@@ -77,6 +77,22 @@ class KVLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedSegments:
+    """Runs of one row whose first pages are the same, so that attention may read them once.
+
+    Attributes:
+        segments: int32 [B]; whole segments (`tree.SEGMENT`) that a run shares, all of them
+            before the one in which its row stands; 0 for none.
+        members: int32 [G, W]; the runs of each bunch, the first one real, -1 behind the last.
+        bunch_segments: int32 [G]; `segments` of a bunch's members, 0 for an empty bunch.
+    """
+
+    segments: Tensor
+    members: Tensor
+    bunch_segments: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Where the rows of one launch stand, for one cache group.
 
@@ -87,6 +103,7 @@ class AttentionBatch:
         page_table: int32 [B, P]; -1 where the window has moved on.
         slots: int32 [R]; page * page_tokens + offset, where each row's K and V go.
         max_query, max_context: host-side maxima over the runs, for launch sizes only.
+        shared: what a backend may read once for several runs; no bit depends on it.
     """
 
     query_start: Tensor
@@ -95,6 +112,7 @@ class AttentionBatch:
     slots: Tensor
     max_query: int
     max_context: int
+    shared: SharedSegments | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,23 @@ key/value head for some rows of one run, and walks all segments or, split, one.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels import tree
 from lockstep.kernels.contract import AttentionBatch, KVLayer
-from lockstep.kernels.cuda.common import LAUNCH, multiprocessors, power_of_two, product
+from lockstep.kernels.cuda.common import chain, chained, multiprocessors, power_of_two, product
 
 _LOG2E = 1.4426950408889634
+_MOST_SPLIT = 1 << 17  # tiles times key/value heads
+_SCRATCH_BYTES = 256 << 20  # of partials; beyond it segments run in sequence
+_SPLIT_BELOW = 2  # tiles a multiprocessor; more of them fill the device as they are
+_PROGRAMS = 8  # a multiprocessor, that splits aim at
 
 
 @triton.jit
@@ -69,45 +76,76 @@ def _merge(total_m, total_l, total, m, l, acc):
 
 
 @triton.jit
+def _block_of(
+    cache, pages, start, begin, last, kv_head, page_stride,
+    MASKED: tl.constexpr, ZEROED: tl.constexpr, BULK: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Keys or values of the positions start .. start + BLOCK.
+
+    With MASKED only begin .. last are known; with ZEROED the others are zeros, without it
+    anything, not-a-numbers too. With BULK the block lies in one page, and `cache` is a
+    descriptor over lines of SIZE.
+    """
+    at = start + tl.arange(0, BLOCK)
+    known = (at >= begin) & (at <= last)
+    if BULK:
+        page = tl.load(pages + start // PAGE_TOKENS)
+        if MASKED:
+            known = known & (page >= 0)
+            page = max(page, 0)
+        line = page * (page_stride // SIZE) + kv_head * PAGE_TOKENS + start % PAGE_TOKENS
+        block = cache.load([line, 0])
+        if MASKED and ZEROED:
+            block = tl.where(known[:, None], block, 0.0)
+    else:
+        if MASKED:
+            page = tl.load(pages + at // PAGE_TOKENS, mask=known, other=-1)
+            known = known & (page >= 0)
+        else:
+            page = tl.load(pages + at // PAGE_TOKENS)
+        cell = page.to(tl.int64) * page_stride + (at % PAGE_TOKENS) * SIZE
+        offset = cell[:, None] + tl.arange(0, SIZE)[None, :]
+        head = cache + kv_head.to(tl.int64) * (PAGE_TOKENS * SIZE)
+        if MASKED:
+            block = tl.load(head + offset, mask=known[:, None], other=0.0)
+        else:
+            block = tl.load(head + offset)
+    return block
+
+
+@triton.jit
 def _walk(
     m, l, acc,
-    queries, ones, position, k_cache, v_cache, pages, low, high, begin, last, page_stride, scale,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    queries, ones, position, k_cache, v_cache, pages, low, high, begin, last,
+    kv_head, page_stride, scale,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, BULK: tl.constexpr, BLOCK: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the blocks of positions from `low` below `high` of one segment.
 
     Without MASKED every row of the tile sees every position of them.
     """
-    DTYPE: tl.constexpr = k_cache.dtype.element_ty
-    key = tl.arange(0, BLOCK)
-    size = tl.arange(0, SIZE)
     for start in range(low, high, BLOCK):
-        at = start + key
-        if MASKED:
-            known = (at >= begin) & (at <= last)
-            page = tl.load(pages + at // PAGE_TOKENS, mask=known, other=-1)
-            known = known & (page >= 0)
-        else:
-            page = tl.load(pages + at // PAGE_TOKENS)
-        cell = page.to(tl.int64) * page_stride + (at % PAGE_TOKENS) * SIZE
-        offset = cell[:, None] + size[None, :]
-        if MASKED:
-            keys = tl.load(k_cache + offset, mask=known[:, None], other=0.0)
-            values = tl.load(v_cache + offset, mask=known[:, None], other=0.0)
-        else:
-            keys = tl.load(k_cache + offset)
-            values = tl.load(v_cache + offset)
+        keys = _block_of(
+            k_cache, pages, start, begin, last, kv_head, page_stride,
+            MASKED, False, BULK, BLOCK, PAGE_TOKENS, SIZE,
+        )  # fmt: skip
+        values = _block_of(
+            v_cache, pages, start, begin, last, kv_head, page_stride,
+            MASKED, True, BULK, BLOCK, PAGE_TOKENS, SIZE,
+        )  # fmt: skip
         scores = product(queries, keys.T, tl.zeros((BM, BLOCK), dtype=tl.float32)) * scale
         if MASKED:
-            visible = known[None, :] & (at[None, :] <= position[:, None])
+            at = start + tl.arange(0, BLOCK)
+            visible = (at >= begin)[None, :] & (at[None, :] <= position[:, None])
             if WINDOW > 0:
                 visible = visible & (at[None, :] > position[:, None] - WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
         top = tl.maximum(m, tl.max(scores, axis=1))
         base = tl.where(top == float("-inf"), 0.0, top)
         keep = tl.exp2(m - base)
-        p = tl.exp2(scores - base[:, None]).to(DTYPE)
+        p = tl.exp2(scores - base[:, None]).to(queries.dtype)
         m = top
         row_sum = product(p, ones, tl.zeros((BM, 16), dtype=tl.float32))
         acc = product(p, values, acc * keep[:, None])
@@ -115,33 +153,112 @@ def _walk(
     return m, l, acc
 
 
+@triton.jit
+def _segment(
+    segment, queries, ones, position, k_cache, v_cache, pages, begin, last, whole,
+    kv_head, page_stride, scale,
+    WINDOW: tl.constexpr, SEGMENT: tl.constexpr, BULK: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum and weighted values of one segment, for keys `begin` .. `last`.
+
+    Every row of the tile sees the keys below `whole` (and, with a window, from `last`
+    less the window on): their blocks need no masks. The loops over blocks are free of
+    branches, so that their products stay asynchronous.
+    """
+    m = tl.full((BM,), float("-inf"), dtype=tl.float32)
+    l = tl.zeros((BM,), dtype=tl.float32)
+    acc = tl.zeros((BM, SIZE), dtype=tl.float32)
+    low = segment * SEGMENT
+    high = min(low + SEGMENT, last + 1)
+    whole_end = whole // BLOCK * BLOCK
+    if WINDOW > 0:
+        whole_begin = tl.cdiv(max(0, last + 1 - WINDOW), BLOCK) * BLOCK
+        whole_end = max(whole_end, whole_begin)
+        edge = min(max(whole_begin, low), high)
+        m, l, acc = _walk(
+            m, l, acc, queries, ones, position, k_cache, v_cache, pages,
+            max(low, begin // BLOCK * BLOCK), edge, begin, last, kv_head,
+            page_stride, scale, True, WINDOW, BULK, BLOCK, PAGE_TOKENS, SIZE, BM,
+        )  # fmt: skip
+        low = edge
+    middle = min(max(whole_end, low), high)
+    m, l, acc = _walk(
+        m, l, acc, queries, ones, position, k_cache, v_cache, pages,
+        low, middle, begin, last, kv_head, page_stride, scale,
+        False, WINDOW, BULK, BLOCK, PAGE_TOKENS, SIZE, BM,
+    )  # fmt: skip
+    m, l, acc = _walk(
+        m, l, acc, queries, ones, position, k_cache, v_cache, pages,
+        middle, high, begin, last, kv_head, page_stride, scale,
+        True, WINDOW, BULK, BLOCK, PAGE_TOKENS, SIZE, BM,
+    )  # fmt: skip
+    return m, l, acc
+
+
+@triton.jit
+def _keep(part_acc, part_m, part_l, at, m, l, acc, row_ok, SIZE: tl.constexpr):
+    """Store one segment's partial of the lines `at`."""
+    size = tl.arange(0, SIZE)
+    tl.store(part_m + at, m, mask=row_ok)
+    tl.store(part_l + at, l, mask=row_ok)
+    tl.store(part_acc + at[:, None] * SIZE + size[None, :], acc, mask=row_ok[:, None])
+
+
+@triton.jit
+def _finish(out, flat, total_l, total, row_ok, SIZE: tl.constexpr, BM: tl.constexpr):
+    """Divide by the sum and store; + 0 gives a zero one sign, whatever blocks were walked."""
+    size = tl.arange(0, SIZE)
+    value = tl.div_rn(total, tl.broadcast_to(total_l[:, None], (BM, SIZE))) + 0.0
+    tl.store(
+        out + flat[:, None] * SIZE + size[None, :],
+        value.to(out.dtype.element_ty),
+        mask=row_ok[:, None],
+    )
+
+
 @triton.jit(
     do_not_specialize=["runs", "table_width", "total_rows"],
-    do_not_specialize_on_alignment=["query_start", "context_len", "page_table"],
+    do_not_specialize_on_alignment=["query_start", "context_len", "page_table", "common"],
 )
 def _attention_kernel(
-    q, k_cache, v_cache, out, part_acc, part_m, part_l,
-    query_start, context_len, page_table, runs, table_width, page_stride, total_rows, scale,
-    WINDOW: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr,
+    q, k_cache, v_cache, out, part_acc, part_m, part_l, arrived,
+    query_start, context_len, page_table, common,
+    runs, table_width, page_stride, total_rows, scale,
+    WINDOW: tl.constexpr, SEGMENT: tl.constexpr, BULK: tl.constexpr, BLOCK: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr,
-    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr,
+    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, COMMON: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    kv_head = tl.program_id(1)
-    run, first = _run_of(tl.program_id(0), query_start, runs, ROWS, ONE_TILE)
+    """One program a tile and key/value head; with SPLIT several, each with some segments.
+
+    With COMMON the first `common[run]` segments' partials are there already. Of the
+    programs of one split tile the last to arrive merges; the order of the merge is
+    that of the segments, whoever it is.
+    """
+    chain(CHAINED)
+    kv_head = tl.program_id(0) % KV_HEADS
+    # The longest tiles of a prompt are its last: they go first.
+    tile = tl.num_programs(0) // KV_HEADS - 1 - tl.program_id(0) // KV_HEADS
+    run, first = _run_of(tile, query_start, runs, ROWS, ONE_TILE)
     row_start = tl.load(query_start + run)
     length = tl.load(query_start + run + 1) - row_start
     if first >= length:
         return
     context = tl.load(context_len + run)
     begin, last = _key_range(context, length, first, ROWS, WINDOW)
-    low_segment = begin // SEGMENT
-    high_segment = last // SEGMENT
+    lowest = begin // SEGMENT
+    highest = last // SEGMENT
+    known = 0
+    if COMMON:
+        known = tl.load(common + run)
+    step = 1
+    part = 0
     if SPLIT:
-        low_segment += tl.program_id(2)
-        if low_segment > high_segment:
+        step = tl.num_programs(1)
+        part = tl.program_id(1)
+        if lowest + known + part > highest:
             return
-        high_segment = low_segment
 
     line = tl.arange(0, BM)
     row = first + line // GROUP
@@ -151,107 +268,79 @@ def _attention_kernel(
     size = tl.arange(0, SIZE)
     flat = (row_start + row).to(tl.int64) * (KV_HEADS * GROUP) + head
     queries = tl.load(q + flat[:, None] * SIZE + size[None, :], mask=row_ok[:, None], other=0.0)
-    ones = tl.full((BLOCK, 16), 1.0, dtype=tl.float32).to(k_cache.dtype.element_ty)
+    ones = tl.full((BLOCK, 16), 1.0, dtype=tl.float32).to(q.dtype.element_ty)
+    pages = page_table + run.to(tl.int64) * table_width
+    whole = context - length + first + 1
+
     total_m = tl.full((BM,), float("-inf"), dtype=tl.float32)
     total_l = tl.zeros((BM,), dtype=tl.float32)
     total = tl.zeros((BM, SIZE), dtype=tl.float32)
-    head_base = kv_head.to(tl.int64) * (PAGE_TOKENS * SIZE)
-    k_head = k_cache + head_base
-    v_head = v_cache + head_base
-    pages = page_table + run.to(tl.int64) * table_width
-
-    # Blocks that every row of the tile sees whole need no masks: [whole_begin, whole_end).
-    # The loop over blocks is free of branches, so that its products stay asynchronous.
-    block_end = last + 1
-    whole_end = (context - length + first + 1) // BLOCK * BLOCK
-    whole_begin = 0
-    if WINDOW > 0:
-        whole_begin = tl.cdiv(max(0, last + 1 - WINDOW), BLOCK) * BLOCK
-        whole_end = max(whole_end, whole_begin)
-    for segment in range(low_segment, high_segment + 1):
-        m = tl.full((BM,), float("-inf"), dtype=tl.float32)
-        l = tl.zeros((BM,), dtype=tl.float32)
-        acc = tl.zeros((BM, SIZE), dtype=tl.float32)
-        low = segment * SEGMENT
-        high = min(low + SEGMENT, block_end)
-        middle = min(max(whole_end, low), high)
-        if WINDOW > 0:
-            edge = min(max(whole_begin, low), high)
-            m, l, acc = _walk(
-                m, l, acc, queries, ones, position, k_head, v_head, pages,
-                max(low, begin // BLOCK * BLOCK), edge, begin, last, page_stride, scale,
-                True, WINDOW, BLOCK, PAGE_TOKENS, SIZE, BM,
-            )  # fmt: skip
-            low = edge
-        m, l, acc = _walk(
-            m, l, acc, queries, ones, position, k_head, v_head, pages,
-            low, middle, begin, last, page_stride, scale,
-            False, WINDOW, BLOCK, PAGE_TOKENS, SIZE, BM,
-        )  # fmt: skip
-        m, l, acc = _walk(
-            m, l, acc, queries, ones, position, k_head, v_head, pages,
-            middle, high, begin, last, page_stride, scale,
-            True, WINDOW, BLOCK, PAGE_TOKENS, SIZE, BM,
+    for segment in range(lowest + known + part, highest + 1, step):
+        m, l, acc = _segment(
+            segment, queries, ones, position, k_cache, v_cache, pages, begin, last, whole,
+            kv_head, page_stride, scale, WINDOW, SEGMENT, BULK, BLOCK, PAGE_TOKENS, SIZE, BM,
         )  # fmt: skip
         if SPLIT:
-            total_m, total_l, total = m, l, acc
+            at = flat + (segment - lowest).to(tl.int64) * total_rows * (KV_HEADS * GROUP)
+            _keep(part_acc, part_m, part_l, at, m, l, acc, row_ok, SIZE)
         else:
             total_m, total_l, total = _merge(total_m, total_l, total, m, l, acc)
 
     if SPLIT:
-        line_at = tl.program_id(2).to(tl.int64) * total_rows * (KV_HEADS * GROUP) + flat
-        tl.store(part_m + line_at, total_m, mask=row_ok)
-        tl.store(part_l + line_at, total_l, mask=row_ok)
-        tl.store(part_acc + line_at[:, None] * SIZE + size[None, :], total, mask=row_ok[:, None])
-    else:
-        # + 0: a zero has one sign, whether wholly masked blocks were walked or not.
-        value = tl.div_rn(total, tl.broadcast_to(total_l[:, None], (BM, SIZE))) + 0.0
-        tl.store(
-            out + flat[:, None] * SIZE + size[None, :],
-            value.to(out.dtype.element_ty),
-            mask=row_ok[:, None],
-        )
+        counter = arrived + tile * KV_HEADS + kv_head
+        tl.debug_barrier()  # every thread's partial is stored before this program counts
+        before = tl.atomic_add(counter, 1, sem="acq_rel")
+        if before < min(step, highest - lowest - known + 1) - 1:
+            return
+        tl.store(counter, 0)  # for the next launch
+        for index in range(highest - lowest + 1):
+            at = flat + tl.cast(index, tl.int64) * total_rows * (KV_HEADS * GROUP)
+            m = tl.load(part_m + at, mask=row_ok, other=float("-inf"), cache_modifier=".cg")
+            l = tl.load(part_l + at, mask=row_ok, other=0.0, cache_modifier=".cg")
+            acc = tl.load(
+                part_acc + at[:, None] * SIZE + size[None, :],
+                mask=row_ok[:, None], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            total_m, total_l, total = _merge(total_m, total_l, total, m, l, acc)
+    _finish(out, flat, total_l, total, row_ok, SIZE, BM)
 
 
 @triton.jit(
-    do_not_specialize=["runs", "total_rows"],
-    do_not_specialize_on_alignment=["query_start", "context_len"],
+    do_not_specialize=["table_width", "total_rows"],
+    do_not_specialize_on_alignment=["query_start", "page_table", "members", "segments"],
 )
-def _fold_kernel(
-    out, part_acc, part_m, part_l, query_start, context_len, runs, total_rows,
-    WINDOW: tl.constexpr, SEGMENT: tl.constexpr, SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, ONE_TILE: tl.constexpr,
+def _common_kernel(
+    q, k_cache, v_cache, part_acc, part_m, part_l, query_start, page_table, members, segments,
+    table_width, page_stride, total_rows, scale,
+    SEGMENT: tl.constexpr, BULK: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partials of a tile's segments ascending and finish its rows."""
-    kv_head = tl.program_id(1)
-    run, first = _run_of(tl.program_id(0), query_start, runs, ROWS, ONE_TILE)
-    row_start = tl.load(query_start + run)
-    length = tl.load(query_start + run + 1) - row_start
-    if first >= length:
+    """Partials of one whole segment for up to ROWS runs of one row that share its pages."""
+    chain(CHAINED)
+    kv_head = tl.program_id(0) % KV_HEADS
+    bunch = tl.program_id(0) // KV_HEADS
+    segment = tl.program_id(1)
+    if segment >= tl.load(segments + bunch):
         return
-    begin, last = _key_range(tl.load(context_len + run), length, first, ROWS, WINDOW)
     line = tl.arange(0, BM)
-    row = first + line // GROUP
-    row_ok = (line // GROUP < ROWS) & (row < length)
+    place = line // GROUP
+    run = tl.load(members + bunch * ROWS + place, mask=place < ROWS, other=-1)
+    row_ok = run >= 0
+    row = tl.load(query_start + run, mask=row_ok, other=0)
+    flat = row.to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + line % GROUP
     size = tl.arange(0, SIZE)
-    flat = (row_start + row).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + line % GROUP
-    total_m = tl.full((BM,), float("-inf"), dtype=tl.float32)
-    total_l = tl.zeros((BM,), dtype=tl.float32)
-    total = tl.zeros((BM, SIZE), dtype=tl.float32)
-    for part in range(last // SEGMENT - begin // SEGMENT + 1):
-        at = flat + tl.cast(part, tl.int64) * total_rows * (KV_HEADS * GROUP)
-        m = tl.load(part_m + at, mask=row_ok, other=float("-inf"))
-        l = tl.load(part_l + at, mask=row_ok, other=0.0)
-        acc = tl.load(
-            part_acc + at[:, None] * SIZE + size[None, :], mask=row_ok[:, None], other=0.0
-        )
-        total_m, total_l, total = _merge(total_m, total_l, total, m, l, acc)
-    value = tl.div_rn(total, tl.broadcast_to(total_l[:, None], (BM, SIZE))) + 0.0
-    tl.store(
-        out + flat[:, None] * SIZE + size[None, :],
-        value.to(out.dtype.element_ty),
-        mask=row_ok[:, None],
-    )
+    queries = tl.load(q + flat[:, None] * SIZE + size[None, :], mask=row_ok[:, None], other=0.0)
+    ones = tl.full((BLOCK, 16), 1.0, dtype=tl.float32).to(q.dtype.element_ty)
+    leader = tl.load(members + bunch * ROWS)
+    end = (segment + 1) * SEGMENT
+    m, l, acc = _segment(
+        segment, queries, ones, run, k_cache, v_cache,
+        page_table + leader.to(tl.int64) * table_width, 0, end - 1, end, kv_head,
+        page_stride, scale, 0, SEGMENT, BULK, BLOCK, PAGE_TOKENS, SIZE, BM,
+    )  # fmt: skip
+    at = flat + segment.to(tl.int64) * total_rows * (KV_HEADS * GROUP)
+    _keep(part_acc, part_m, part_l, at, m, l, acc, row_ok, SIZE)
 
 
 def _tile_lines(max_query: int, group: int, size: int, dtype: torch.dtype) -> int:
@@ -263,6 +352,34 @@ def _tile_lines(max_query: int, group: int, size: int, dtype: torch.dtype) -> in
     return max(16, power_of_two(group), min(most, power_of_two(max_query * group)))
 
 
+def _bulk_allowed(kv: KVLayer, block: int) -> bool:
+    """The bulk copy engine takes a block that lies in one page, in lines of 16-byte rows."""
+    size = kv.v.shape[3]
+    aligned = kv.k.data_ptr() % 16 == 0 and kv.v.data_ptr() % 16 == 0
+    return aligned and kv.page_tokens % block == 0 and kv.v.stride(0) % size == 0
+
+
+def _lines_of(cache: Tensor, block: int) -> TensorDescriptor:
+    """A layer's keys or values as lines [.., E], `page stride / E` of them a page."""
+    pages, _, _, size = cache.shape
+    stride = cache.stride(0)
+    used = cache.shape[1] * cache.shape[2]
+    lines = (pages - 1) * (stride // size) + used
+    view = cache.as_strided((lines, size), (size, 1))
+    return TensorDescriptor.from_tensor(view, [block, size])
+
+
+@lru_cache(maxsize=8)
+def _arrivals(device: torch.device) -> Tensor:
+    """Zeroed counters of split tiles. Launches on one stream share them, each leaves zeros."""
+    return torch.zeros(_MOST_SPLIT, dtype=torch.int32, device=device)
+
+
+def _parts(tiles: int, segments: int, device: torch.device) -> int:
+    """Programs that share a tile's segments: enough to fill the device."""
+    return min(segments, -(-_PROGRAMS * multiprocessors(device) // tiles))
+
+
 def attention(
     q: Tensor,
     kv: KVLayer,
@@ -272,10 +389,12 @@ def attention(
     *,
     lines: int | None = None,
     split: bool | None = None,
+    parts: int | None = None,
     warps: int | None = None,
     stages: int = 2,
+    bulk: bool | None = None,
 ) -> Tensor:
-    """See `Backend.attention`; `lines`, `split`, `warps`, `stages` are for tests and tuning."""
+    """See `Backend.attention`; what follows the star is for tests and tuning."""
     rows, q_heads, size = q.shape
     kv_heads = kv.v.shape[1]
     group = q_heads // kv_heads
@@ -288,39 +407,58 @@ def attention(
     lines = lines or _tile_lines(batch.max_query, group, size, q.dtype)
     per_tile = lines // group
     one_tile = batch.max_query <= per_tile
-    tiles = runs if one_tile else rows // per_tile + runs
+    tiles = (runs if one_tile else rows // per_tile + runs) * kv_heads
     span = batch.max_context if window is None else min(batch.max_context, window + per_tile)
     segments = triton.cdiv(span, tree.SEGMENT) + (window is not None)
+    scratch_lines = segments * rows * q_heads
     if split is None:
-        split = segments > 1 and one_tile and tiles * kv_heads < 4 * multiprocessors(q.device)
-    shape = (segments if split else 0) * rows * q_heads
-    scratch = torch.empty(shape * (size + 2), dtype=torch.float32, device=q.device)
-    part_acc, part_m, part_l = scratch.split((shape * size, shape, shape))
+        few = tiles < _SPLIT_BELOW * multiprocessors(q.device) or batch.shared is not None
+        small = scratch_lines * (size + 2) * 4 <= _SCRATCH_BYTES
+        split = segments > 1 and one_tile and few and small
+    split = split and tiles <= _MOST_SPLIT
+    scratch_lines = scratch_lines if split else 0
+    scratch = torch.empty(scratch_lines * (size + 2), dtype=torch.float32, device=q.device)
+    partials = scratch.split((scratch_lines * size, scratch_lines, scratch_lines))
     if warps is None:
-        wide = lines >= 128 or lines * size >= 64 * 256 or q.dtype == torch.float32
-        warps = 8 if wide else 4
-    common = {
-        "WINDOW": window or 0,
+        warps = _warps(lines, size, q.dtype)
+    block = tree.BLOCK["cuda"][size]
+    if bulk is None:
+        bulk = _bulk_allowed(kv, block)
+    keys, values = (_lines_of(t, block) for t in (kv.k, kv.v)) if bulk else (kv.k, kv.v)
+    options = {
+        "BULK": bulk,
         "SEGMENT": tree.SEGMENT,
+        "BLOCK": block,
+        "PAGE_TOKENS": kv.page_tokens,
         "SIZE": size,
         "KV_HEADS": kv_heads,
         "GROUP": group,
-        "BM": lines,
-        "ROWS": per_tile,
-        "ONE_TILE": one_tile,
-        "num_warps": warps,
-        **LAUNCH,
+        "num_stages": stages,
+        **chained(q.device),
     }
-    _attention_kernel[(tiles, kv_heads, segments if split else 1)](
-        q, kv.k, kv.v, out, part_acc, part_m, part_l,
-        batch.query_start, batch.context_len, batch.page_table, runs, batch.page_table.shape[1],
-        kv.v.stride(0), rows, scale * _LOG2E,
-        BLOCK=tree.BLOCK["cuda"][size], PAGE_TOKENS=kv.page_tokens, SPLIT=split,
-        num_stages=stages, **common,
-    )  # fmt: skip
-    if split:
-        _fold_kernel[(tiles, kv_heads)](
-            out, part_acc, part_m, part_l, batch.query_start, batch.context_len, runs, rows,
-            **common,
+    shared = batch.shared if split else None
+    common = batch.context_len
+    if shared is not None:
+        common = shared.segments
+        bunches, wide = shared.members.shape
+        wide_lines = max(16, power_of_two(wide * group))
+        _common_kernel[(bunches * kv_heads, segments)](
+            q, keys, values, *partials, batch.query_start, batch.page_table, shared.members,
+            shared.bunch_segments, batch.page_table.shape[1], kv.v.stride(0), rows, scale * _LOG2E,
+            BM=wide_lines, ROWS=wide, num_warps=_warps(wide_lines, size, q.dtype), **options,
         )  # fmt: skip
+    if split and parts is None:
+        parts = _parts(tiles, segments, q.device)
+    _attention_kernel[(tiles, parts if split else 1)](
+        q, keys, values, out, *partials, _arrivals(q.device),
+        batch.query_start, batch.context_len, batch.page_table, common,
+        runs, batch.page_table.shape[1], kv.v.stride(0), rows, scale * _LOG2E,
+        WINDOW=window or 0, BM=lines, ROWS=per_tile, ONE_TILE=one_tile,
+        SPLIT=split, COMMON=shared is not None, num_warps=warps, **options,
+    )  # fmt: skip
     return out
+
+
+def _warps(lines: int, size: int, dtype: torch.dtype) -> int:
+    wide = lines >= 128 or lines * size >= 64 * 256 or dtype == torch.float32
+    return 8 if wide else 4

@@ -9,15 +9,49 @@ Bits may depend on nothing but the tree, so:
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False}
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 _INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@lru_cache(maxsize=8)
+def chained(device: torch.device) -> dict[str, Any]:
+    """Options of a launch that may begin while the one before it ends (`chain`), where the
+    device can do that (Hopper and later)."""
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"CHAINED": able, **({"launch_pdl": True} if able else {}), **LAUNCH}
+
+
+@triton.jit
+def chain(CHAINED: tl.constexpr):
+    """Let the next launch begin, then wait until every launch before this one has ended.
+
+    Nothing that another kernel writes is read, and nothing at all written, before it.
+    """
+    if CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def prefetch_rows(rows, size):
+    """Bring `size` bytes at each of these addresses into the L2; both multiples of 16."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r",
+        [rows.to(tl.int64), size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 def power_of_two(n: int) -> int:

@@ -20,7 +20,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels import tree
 from lockstep.kernels.contract import Activation, Weight
-from lockstep.kernels.cuda.common import LAUNCH, check_rows, gate, multiprocessors, product
+from lockstep.kernels.cuda.common import (
+    chain,
+    chained,
+    check_rows,
+    gate,
+    multiprocessors,
+    prefetch_rows,
+    product,
+)
 from lockstep.kernels.cuda.tuning import Tile, choose
 
 _ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
@@ -29,6 +37,10 @@ _SPLIT_BELOW = 264
 # Elements of a tile that is stored in float32 from a bfloat16 product: it goes through
 # shared memory beside the pipeline's stages.
 _WIDEST_FLOAT32 = 128 * 128
+# Bytes of weights that a program asks for while the launch before it ends: few rows read
+# weights at the rate of the memory, which must not stand still between two launches.
+_PREFETCH_BYTES = 64 << 10
+_PREFETCH_ROWS = 256
 
 
 @triton.jit
@@ -73,6 +85,7 @@ def _plain_kernel(
     N: tl.constexpr, K: tl.constexpr, SLICE: tl.constexpr, SPLIT: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    PREFETCH: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program a tile (and a slice, with SPLIT). N counts output columns."""
     WIDTH: tl.constexpr = 2 if ACTIVATION else 1  # stored rows of an output column
@@ -91,6 +104,9 @@ def _plain_kernel(
         end = min(begin + SLICE, K)
     x_at = x + x_rows[:, None] * K + (begin + inner)[None, :]
     w_at = w + w_rows[None, :] * K + (begin + inner)[:, None]
+    if PREFETCH:
+        prefetch_rows(w + w_rows * K + begin, PREFETCH)
+    chain(CHAINED)
     acc = tl.zeros((BM, BN * WIDTH), dtype=tl.float32)
     # -0 + v is v for every v, so the first slice enters unchanged.
     total = tl.full((BM, BN * WIDTH), -0.0, dtype=tl.float32)
@@ -126,9 +142,10 @@ def _plain_kernel(
 def _fold_kernel(
     partials, bias, residual, out, M, N: tl.constexpr,
     SLICES: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, BN: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, BN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Add the slices of one row's stretch ascending, then finish it."""
+    chain(CHAINED)
     WIDTH: tl.constexpr = 2 if ACTIVATION else 1
     rows = tl.program_id(0) + tl.arange(0, 1)
     stored = tl.program_id(1) * (BN * WIDTH) + tl.arange(0, BN * WIDTH)
@@ -147,16 +164,22 @@ def _fold_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _bulk_kernel(
-    x, w, bias, residual, out, M,
+    x, w, weight, bias, residual, out, M,
     N: tl.constexpr, K: tl.constexpr, SLICE: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
+    PREFETCH: tl.constexpr, CHAINED: tl.constexpr, PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """A program walks tiles with a stride; x and w are descriptors for the bulk copy engine."""
     WIDTH: tl.constexpr = 2 if ACTIVATION else 1
     row_tiles = tl.cdiv(M, BM)
     column_tiles = tl.cdiv(N, BN)
+    if PREFETCH:
+        _, first = _tile_at(tl.program_id(0), row_tiles, column_tiles, GROUP)
+        stored = first * (BN * WIDTH) + tl.arange(0, BN * WIDTH)
+        stored = tl.where(stored < N * WIDTH, stored, 0).to(tl.int64)
+        prefetch_rows(weight + stored * K, PREFETCH)
+    chain(CHAINED)
     for index in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLAT):
         row_tile, column_tile = _tile_at(index, row_tiles, column_tiles, GROUP)
         acc = tl.zeros((BM, BN * WIDTH), dtype=tl.float32)
@@ -208,7 +231,13 @@ def _launch(
             tile = replace(tile, n=_WIDEST_FLOAT32 // tile.m)
     length = tree.slice_length(k, slices)
     width = 2 if activation else 1
+    launch = chained(x.device)
+    row_bytes = length * x.element_size()
+    fetch = _PREFETCH_BYTES // (tile.n * width)
+    if m > _PREFETCH_ROWS or not launch["CHAINED"] or row_bytes % 16:
+        fetch = 0
     options = {
+        "PREFETCH": min(fetch, row_bytes),
         "N": n,
         "K": k,
         "SLICE": length,
@@ -221,7 +250,7 @@ def _launch(
         "GROUP": tile.group,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
-        **LAUNCH,
+        **launch,
     }
     bias = x if bias is None else bias
     residual = x if residual is None else residual
@@ -231,7 +260,7 @@ def _launch(
         _bulk_kernel[(programs,)](
             TensorDescriptor.from_tensor(x, [tile.m, tile.k]),
             TensorDescriptor.from_tensor(weight, [tile.n * width, tile.k]),
-            bias, residual, out, m,
+            weight, bias, residual, out, m,
             PROGRAMS=programs, FLAT=slices == 1, **options,
         )  # fmt: skip
         return out
@@ -247,7 +276,7 @@ def _launch(
     _fold_kernel[(m, triton.cdiv(n, 512))](
         partials, bias, residual, out, m, n,
         SLICES=parts, ACTIVATION=activation, HAS_BIAS=options["HAS_BIAS"],
-        HAS_RESIDUAL=options["HAS_RESIDUAL"], BN=512, num_warps=4, **LAUNCH,
+        HAS_RESIDUAL=options["HAS_RESIDUAL"], BN=512, num_warps=4, **launch,
     )  # fmt: skip
     return out
 

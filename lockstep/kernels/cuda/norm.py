@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.cuda.common import (
-    LAUNCH,
+    chain,
+    chained,
     check_rows,
     inverse_rms,
     pair_sum,
@@ -32,12 +33,14 @@ def _rms_norm_kernel(
     LEVELS: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, 2**LEVELS)
     inside = columns < D
-    v = tl.load(x + row * D + columns, mask=inside, other=0.0).to(tl.float32)
     w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    chain(CHAINED)
+    v = tl.load(x + row * D + columns, mask=inside, other=0.0).to(tl.float32)
     total = pair_sum(tl.reshape(v * v, [1, 2**LEVELS]), LEVELS)
     inverse = tl.reshape(
         tl.broadcast_to(inverse_rms(total, D, eps)[:, None], [1, 2**LEVELS]), [2**LEVELS]
@@ -49,7 +52,10 @@ def _rms_norm_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
-def _embedding_kernel(ids, table, out, scale, K: tl.constexpr, BLOCK: tl.constexpr):
+def _embedding_kernel(
+    ids, table, out, scale, K: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):  # fmt: skip
+    chain(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < K
@@ -81,7 +87,7 @@ def rms_norm(
             UNIT_OFFSET=unit_offset,
             HAS_RESIDUAL=residual is not None,
             num_warps=max(1, min(8, padded // 512)),
-            **LAUNCH,
+            **chained(x.device),
         )
     return out
 
@@ -93,5 +99,6 @@ def embedding(ids: Tensor, table: Tensor, scale: float) -> Tensor:
     if ids.shape[0]:
         block = min(1024, power_of_two(k))
         grid = (ids.shape[0], triton.cdiv(k, block))
-        _embedding_kernel[grid](ids, table, out, scale, K=k, BLOCK=block, **LAUNCH)
+        options = chained(table.device)
+        _embedding_kernel[grid](ids, table, out, scale, K=k, BLOCK=block, **options)
     return out

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lockstep.kernels.contract import AttentionBatch, KVLayer, QKNorm, RopeTable
 from lockstep.kernels.cuda.common import (
-    LAUNCH,
+    chain,
+    chained,
     check_rows,
     inverse_rms,
     pair_sum,
@@ -40,7 +41,9 @@ def _write_kv_kernel(
     NORM: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     HEADS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain(CHAINED)
     DTYPE: tl.constexpr = q_out.dtype.element_ty
     SIZE: tl.constexpr = 2 * HALF
     row = tl.program_id(0).to(tl.int64)
@@ -129,6 +132,6 @@ def write_kv(
             UNIT_OFFSET=norm is not None and norm.unit_offset,
             HEADS=tile,
             num_warps=4,
-            **LAUNCH,
+            **chained(qkv.device),
         )
     return out
