@@ -49,6 +49,16 @@ def render_input(
         if not given:
             raise RequestError(f"{field} must not be empty", field=field)
         given = [{"role": "user", "content": given}]
+    try:
+        return _render(builder, given, field)
+    except RequestError as error:
+        if error.field != "messages":
+            raise
+        message = str(error).replace("messages", field, 1)
+        raise RequestError(message, field=field, code=error.code) from None
+
+
+def _render(builder: RequestBuilder, given: Conversation, field: str) -> Context:
     if builder.tokenizer.chat_template is None:
         text = "\n\n".join(_plain(message) for message in given)
         ids = builder.encode(text, field=field)

@@ -15,7 +15,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import lockstep
 from lockstep.async_llm import AsyncLLM
 from lockstep.config import ServerConfig
-from lockstep.server import admin, chat, completions, errors, models, page, status
+from lockstep.server import (
+    admin,
+    chat,
+    completions,
+    decisions,
+    embeddings,
+    errors,
+    models,
+    page,
+    score,
+    status,
+    tokens,
+)
 from lockstep.server.batches import routes as batches
 from lockstep.server.batches.runner import Batches
 from lockstep.server.frontdoor import CLIENT_CLOSED_REQUEST, FrontDoor
@@ -51,6 +63,10 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         completions.router,
         chat.router,
         responses.router,
+        decisions.router,
+        embeddings.router,
+        score.router,
+        tokens.router,
         batches.router,
     ):
         app.include_router(router)

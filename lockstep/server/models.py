@@ -1,7 +1,10 @@
-"""`GET /v1/models`: what is served."""
+"""`GET /v1/models`: what is served; OpenAI's clients read `data`, TypeSafe's `models`."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
+import msgspec
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 from starlette.responses import Response
@@ -12,10 +15,25 @@ from lockstep.server.generation import Service, service_of
 router = APIRouter()
 
 
+class ModelDescription(replies.Reply):
+    """One served model as TypeSafe's client reads it; released: when this server loaded it."""
+
+    name: str
+    description: str
+    release_date: str
+
+
+class ModelListing(replies.ModelList):
+    """Reply of `GET /v1/models`."""
+
+    models: list[ModelDescription] = msgspec.field(default_factory=list)
+
+
 @router.get("/v1/models")
 async def list_models(request: HTTPRequest) -> Response:
     """The models that requests may name."""
-    reply = replies.ModelList(data=[_card(service_of(request))])
+    service = service_of(request)
+    reply = ModelListing(data=[_card(service)], models=[_described(service)])
     return Response(replies.encode(reply), media_type="application/json")
 
 
@@ -25,6 +43,16 @@ async def get_model(name: str, request: HTTPRequest) -> Response:
     service = service_of(request)
     service.check_model(name)
     return Response(replies.encode(_card(service)), media_type="application/json")
+
+
+def _described(service: Service) -> ModelDescription:
+    info = service.llm.info
+    return ModelDescription(
+        name=service.model_name,
+        description=f"{info.architecture}, {info.dtype} on {info.device}, "
+        f"a context of {info.max_context} tokens",
+        release_date=datetime.fromtimestamp(service.started, UTC).date().isoformat(),
+    )
 
 
 def _card(service: Service) -> replies.ModelCard:

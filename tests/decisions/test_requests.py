@@ -156,7 +156,8 @@ def test_descriptions_are_told() -> None:
     ("given", "questions", "field"),
     [
         ("", [Predicate("x")], "input"),
-        ([], [Predicate("x")], "messages"),
+        ([], [Predicate("x")], "input"),
+        ("\ud800", [Predicate("x")], "input"),
         ("text", [], "questions"),
         ("text", [Predicate("x")] * 401, "questions"),
         ("text", ["x"], "questions[0]"),

@@ -1,0 +1,290 @@
+"""`POST /v1/decisions`: OpenAI's shape.
+
+Extensions: `priority`; `refuse_below`, a mass under which an answer is a refusal; a choice's
+`threshold`; and in every answer its `mass`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter
+from fastapi import Request as HTTPRequest
+from pydantic import Field
+from starlette.responses import Response
+
+from lockstep.decisions import Choice, Decision, Option, Predicate, Question, Score, inquire
+from lockstep.decisions.questions import MAX_OPTIONS, MAX_QUESTIONS
+from lockstep.server.decisions.account import Account, answer
+from lockstep.server.decisions.inputs import Input, InputPart, conversation, parts_text
+from lockstep.server.generation import Service, service_of
+from lockstep.server.paths import PathRoute
+from lockstep.server.protocol import Body
+from lockstep.server.replies import Reply, encode
+from lockstep.server.sse import until_disconnect
+from lockstep.types import RequestError
+
+router = APIRouter(route_class=PathRoute)
+
+MAX_LEVELS = 10
+
+
+class PredicateBody(Body):
+    """Is a statement true of the input?"""
+
+    type: Literal["predicate"]
+    instructions: str | list[InputPart]
+    name: str | None = None
+
+
+class ChoiceOption(Body):
+    """One of the choices."""
+
+    value: str | bool
+    description: str | None = None
+    threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+
+
+class ChoiceBody(Body):
+    """Which of the choices fits?"""
+
+    type: Literal["choice"]
+    instructions: str | list[InputPart]
+    choices: Annotated[list[ChoiceOption], Field(min_length=2, max_length=MAX_OPTIONS)]
+    name: str | None = None
+
+
+class Level(Body):
+    """One of the levels."""
+
+    label: str
+    description: str | None = None
+
+
+class ScoreBody(Body):
+    """Which of the levels?"""
+
+    type: Literal["score"]
+    instructions: str | list[InputPart]
+    levels: Annotated[list[Level], Field(min_length=2, max_length=MAX_LEVELS)]
+    name: str | None = None
+
+
+class CacheOptions(Body):
+    """Accepted and not used: every prefix is kept while there is room."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: str | None = None
+
+
+QuestionBody = Annotated[PredicateBody | ChoiceBody | ScoreBody, Field(discriminator="type")]
+
+
+class DecisionsBody(Body):
+    """Body of `POST /v1/decisions`."""
+
+    model: str
+    input: Input
+    questions: Annotated[list[QuestionBody], Field(min_length=1, max_length=MAX_QUESTIONS)]
+    priority: int = 0
+    refuse_below: Annotated[float, Field(ge=0, le=1)] = 0.0
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: CacheOptions | None = None
+
+    def typed(self) -> list[Question]:
+        """The questions.
+
+        Raises:
+            RequestError: naming the place, e.g. `questions[3].choices[0].value`.
+        """
+        return [_question(body, f"questions[{i}]") for i, body in enumerate(self.questions)]
+
+
+def _question(body: PredicateBody | ChoiceBody | ScoreBody, where: str) -> Question:
+    text = parts_text(body.instructions, f"{where}.instructions")
+    try:
+        if not text.strip():
+            raise RequestError("instructions must not be empty", field="instructions")
+        match body:
+            case PredicateBody():
+                return Predicate(text)
+            case ChoiceBody():
+                return Choice(text, [_choice(own, i) for i, own in enumerate(body.choices)])
+            case ScoreBody():
+                return Score(text, [_level(own, i) for i, own in enumerate(body.levels)])
+    except RequestError as error:
+        field = f"{where}.{error.field}"
+        raise RequestError(f"{field}: {error}", field=field, code=error.code) from None
+
+
+def _choice(body: ChoiceOption, index: int) -> Option:
+    try:
+        return Option(body.value, body.description or "", body.threshold)
+    except RequestError as error:
+        raise RequestError(str(error), field=f"choices[{index}].{error.field}") from None
+
+
+def _level(body: Level, index: int) -> Option:
+    try:
+        return Option(body.label, body.description or "")
+    except RequestError as error:
+        name = "label" if error.field == "value" else error.field
+        text = str(error).replace(error.field, name, 1)
+        raise RequestError(text, field=f"levels[{index}].{name}") from None
+
+
+class PredicateAnswer(Reply):
+    """How probable the statement is."""
+
+    name: str | None
+    probability: float
+    mass: float
+    type: str = "predicate"
+
+
+class ChoiceProbability(Reply):
+    """One choice; its value has the type that the question gave it."""
+
+    value: str | bool
+    probability: float
+
+
+class ChoiceAnswer(Reply):
+    """The winner and everybody's probability."""
+
+    name: str | None
+    choice: str | bool
+    confidence: float
+    probabilities: list[ChoiceProbability]
+    mass: float
+    type: str = "choice"
+
+
+class LevelProbability(Reply):
+    """One level; `value` is its index."""
+
+    value: int
+    label: str
+    probability: float
+
+
+class ScoreAnswer(Reply):
+    """The expected level, and every level's probability."""
+
+    name: str | None
+    score: float
+    confidence: float
+    probabilities: list[LevelProbability]
+    mass: float
+    type: str = "score"
+
+
+class Refusal(Reply):
+    """The model wanted to say something else."""
+
+    name: str | None
+    mass: float
+    type: str = "refusal"
+
+
+class InputDetails(Reply):
+    """Where input tokens came from; written: computed now, and kept for the next call."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(Reply):
+    """What output tokens were for."""
+
+    reasoning_tokens: int = 0
+
+
+class DecisionUsage(Reply):
+    """See `Account`."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class DecisionsReply(Reply):
+    """Reply of `POST /v1/decisions`, its answers in the order of the questions."""
+
+    model: str
+    answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer | Refusal]
+    usage: DecisionUsage
+
+
+@router.post("/v1/decisions")
+async def create_decision(body: DecisionsBody, request: HTTPRequest) -> Response:
+    """Answer typed questions about an input, with a probability for every option."""
+    service = service_of(request)
+    service.check_model(body.model)
+    reply = await until_disconnect(request, _decide(service, body))
+    return Response(encode(reply), media_type="application/json")
+
+
+async def _decide(service: Service, body: DecisionsBody) -> DecisionsReply:
+    questions, given = body.typed(), conversation(body.input)
+    builder = service.llm.builder
+    characters = len(given) if isinstance(given, str) else sum(len(m["content"]) for m in given)
+    decisions, account = await answer(
+        service,
+        lambda: inquire(builder, given, questions, priority=body.priority),
+        characters + sum(len(option.text) for q in questions for option in q.options),
+    )
+    return DecisionsReply(
+        model=service.model_name,
+        answers=[
+            answer_of(decision, own.name, body.refuse_below)
+            for decision, own in zip(decisions, body.questions, strict=True)
+        ],
+        usage=_usage(account, keeps=service.llm.client.config.cache.prefix_caching),
+    )
+
+
+def answer_of(
+    decision: Decision, name: str | None, refuse_below: float
+) -> PredicateAnswer | ChoiceAnswer | ScoreAnswer | Refusal:
+    """A decision in OpenAI's shape; a refusal when its mass is 0, or less than `refuse_below`."""
+    mass, options = decision.mass, decision.question.options
+    if mass == 0.0 or mass < refuse_below:
+        return Refusal(name=name, mass=mass)
+    pairs = list(zip(options, decision.probabilities, strict=True))
+    if decision.question.kind == "predicate":
+        return PredicateAnswer(name=name, probability=decision.probabilities[0], mass=mass)
+    if decision.question.kind == "choice":
+        return ChoiceAnswer(
+            name=name,
+            choice=decision.value,
+            confidence=decision.confidence,
+            probabilities=[ChoiceProbability(value=o.value, probability=p) for o, p in pairs],
+            mass=mass,
+        )
+    return ScoreAnswer(
+        name=name,
+        score=decision.expected,
+        confidence=decision.confidence,
+        probabilities=[
+            LevelProbability(value=index, label=option.text, probability=probability)
+            for index, (option, probability) in enumerate(pairs)
+        ],
+        mass=mass,
+    )
+
+
+def _usage(account: Account, *, keeps: bool) -> DecisionUsage:
+    return DecisionUsage(
+        input_tokens=account.input_tokens,
+        input_tokens_details=InputDetails(
+            cached_tokens=account.cached_tokens,
+            cache_write_tokens=account.read_tokens if keeps else 0,
+        ),
+        output_tokens=account.output_tokens,
+        output_tokens_details=OutputDetails(),
+        total_tokens=account.input_tokens + account.output_tokens,
+    )
