@@ -7,10 +7,12 @@ under the names that they have in chat completions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from lockstep.server.constraints import named_schema
 from lockstep.server.generation import Envelope
 from lockstep.server.protocol import Body, GenerationBody
 from lockstep.server.protocol.tools import (
@@ -28,7 +30,7 @@ from lockstep.server.protocol.tools import Choice as ChatChoice
 from lockstep.server.responses.items import TextOrItems
 from lockstep.server.responses.objects import ReasoningSettings, Response, TextSettings
 from lockstep.text.tools import Function, ToolChoice
-from lockstep.types import RequestError
+from lockstep.types import Grammar, RequestError, SamplingParams
 
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
 
@@ -139,6 +141,7 @@ class ResponseBody(GenerationBody):
     }
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "n": (1,),
+        "response_format": (),  # text.format is its name here
         "max_tokens": (),
         "prompt_logprobs": (),
         "logprob_token_ids": ([],),
@@ -173,6 +176,29 @@ class ResponseBody(GenerationBody):
             RequestError: one that is not declared, or a call that nothing can answer.
         """
         return choice_of(_chat_choice(self.tool_choice), functions, self.parallel_tool_calls)
+
+    def sampling(self) -> SamplingParams:
+        """As `GenerationBody.sampling`, with the grammar of `text.format`."""
+        params, grammar = super().sampling(), self._grammar()
+        if grammar is None:
+            return params
+        if params.grammar is not None:
+            raise RequestError(
+                f"{grammar.name} and {params.grammar.name} cannot be given together",
+                field=params.grammar.name,
+            )
+        return replace(params, grammar=grammar)
+
+    def _grammar(self) -> Grammar | None:
+        form = self.text.format if self.text is not None else None
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_object":
+            return Grammar("json_object", name="text.format")
+        fields = form.model_dump(
+            include={"name", "description", "strict", "definition"}, by_alias=True
+        )
+        return named_schema(fields, "text.format", "text.format")
 
     def labels(self) -> dict[str, str]:
         """`metadata`, which is kept and given back.
