@@ -10,9 +10,11 @@ Where things go:
 - `upload.py`: multipart bodies, straight to disk.
 - `lines.py`: an input file's lines, read and checked; result rows.
 - `journal.py`: the append-only results of a batch under way.
+- `checking.py`, `answering.py`, `results.py`: the three passes over a file.
 - `inprocess.py`: a request to the application without a socket, and the engine at low priority.
 - `attempts.py`: one line answered, with patience while the engine is away.
 - `job.py`: the life of one batch. `runner.py`: all of them.
+- `threads.py`: blocking work off the loop.
 - `routes.py`: HTTP.
 """
 

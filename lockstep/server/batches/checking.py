@@ -7,18 +7,9 @@ import sqlite3
 import threading
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from lockstep.server.batches.journal import Entry, Journal
-from lockstep.server.batches.lines import (
-    ENVELOPE_BYTES,
-    BadLine,
-    Line,
-    check_line,
-    duplicate,
-    read_lines,
-    refused,
-)
+from lockstep.server.batches.lines import BadLine, Line, Source, duplicate, refused
 from lockstep.server.batches.objects import Problem
 
 SHOWN_PROBLEMS = 50
@@ -45,15 +36,8 @@ class Checked:
     model: str | None = None
 
 
-def check_file(
-    path: Path,
-    journal: Journal,
-    batch_id: str,
-    endpoint: str,
-    max_body: int,
-    stop: threading.Event,
-) -> Checked:
-    """Check every line; bad ones get their row in the journal, which is emptied first.
+def check_file(source: Source, journal: Journal, stop: threading.Event) -> Checked:
+    """Check every line; bad ones get their row in the journal. Doing it again adds nothing.
 
     Memory does not depend on the number of lines: custom ids are kept on the disk.
 
@@ -61,29 +45,27 @@ def check_file(
         Stopped: `stop` was set.
         OSError: the disk failed.
     """
-    journal.clear()
     found = Checked()
     models: set[str | None] = set()
     waiting: list[Entry] = []
-    with path.open("rb") as file, closing(_Seen()) as seen:
-        for number, text in read_lines(file, max_body + ENVELOPE_BYTES):
+    with closing(_Seen()) as seen, closing(source.lines()) as lines:
+        for line in lines:
             if stop.is_set():
                 raise Stopped
-            checked = seen.distinct(check_line(number, text, endpoint, max_body))
+            checked = seen.distinct(line)
             found.total += 1
             if isinstance(checked, Line):
                 found.good += 1
                 if len(models) < 2:
                     models.add(checked.model)
                 continue
-            row = refused(batch_id, checked)
-            waiting.append(Entry.of(number, False, row))
+            waiting.append(Entry.of(line.number, False, refused(source.name, checked)))
             if len(found.problems) < SHOWN_PROBLEMS:
                 problem = Problem(
                     code=checked.code,
                     message=checked.message,
                     param=checked.param,
-                    line=number,
+                    line=line.number,
                 )
                 found.problems.append(problem)
             if len(waiting) == _GROUP:

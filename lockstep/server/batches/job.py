@@ -9,30 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
+from lockstep.server.batches.answering import DISK_PAUSE, Answering
 from lockstep.server.batches.attempts import Sender
 from lockstep.server.batches.checking import Checked, check_file
-from lockstep.server.batches.journal import Entry, Journal, Tokens
-from lockstep.server.batches.lines import (
-    ENVELOPE_BYTES,
-    Line,
-    RowError,
-    answered,
-    check_line,
-    read_lines,
-    tokens_used,
-    unanswered,
-)
+from lockstep.server.batches.journal import Journal, Tokens
+from lockstep.server.batches.lines import RowError, Source
 from lockstep.server.batches.objects import (
     BatchObject,
     BatchUsage,
     CachedTokens,
     Counts,
+    FileObject,
     Job,
     Problem,
     Problems,
@@ -41,15 +32,9 @@ from lockstep.server.batches.objects import (
 )
 from lockstep.server.batches.results import write_results
 from lockstep.server.batches.store import Store
+from lockstep.server.batches.threads import stoppable, to_the_end
 
 log = logging.getLogger("lockstep.server")
-P = ParamSpec("P")
-T = TypeVar("T")
-
-DISK_PAUSE = 5.0  # seconds between tries to write
-FLUSH_SECONDS = 5.0
-READ_AHEAD_LINES = 64
-READ_AHEAD_BYTES = 1 << 20
 
 _MISSING: dict[Status, RowError] = {
     "cancelled": RowError(
@@ -90,7 +75,9 @@ class BatchRun:
         self._sender = sender
         self._state = state
         self._served = served
-        self._max_body = max_body
+        batch = job.batch
+        path = store.content(batch.input_file_id)
+        self._source = Source(path, batch.id, batch.endpoint, max_body)
         self._disk_pause = disk_pause
         self._cancelled = asyncio.Event()
         self._journal: Journal | None = None
@@ -116,7 +103,7 @@ class BatchRun:
             try:
                 await self._stages()
             except OSError as error:
-                self._stand_still(error)
+                self._disk(error)
             except Exception as error:  # a defect; the batch is not lost to it
                 log.exception("batch %s failed", self.id)
                 self.trouble = Problem(
@@ -127,7 +114,7 @@ class BatchRun:
             await asyncio.sleep(self._disk_pause)
 
     async def _stages(self) -> None:
-        if not self._store.content(self._job.batch.input_file_id).exists():
+        if not self._source.path.exists():
             missing = Problem(code="input_file_missing", message="the input file is gone")
             await self._fail([missing], Counts())
             return
@@ -148,11 +135,7 @@ class BatchRun:
 
     async def _check(self, journal: Journal) -> bool:
         """Whether there is anything to answer."""
-        batch = self._job.batch
-        path = self._store.content(batch.input_file_id)
-        checked = await stoppable(
-            lambda stop: check_file(path, journal, batch.id, batch.endpoint, self._max_body, stop)
-        )
+        checked = await stoppable(lambda stop: check_file(self._source, journal, stop))
         if not checked.good:
             problems = checked.problems or [
                 Problem(code="empty_file", message="the input file has no lines")
@@ -176,12 +159,7 @@ class BatchRun:
 
     async def _answer(self, journal: Journal) -> None:
         """Answer lines until all are, or the batch is cancelled, or its time is over."""
-        if self._job.served == self._served:
-            work = asyncio.create_task(self._answer_lines(journal))
-        else:
-            text = f"waiting for a server of {self._job.served!r}; this one serves {self._served!r}"
-            self.trouble = Problem(code="model_not_served", message=text)
-            work = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
+        work = asyncio.create_task(self._answer_lines(journal))
         cancelled = asyncio.create_task(self._cancelled.wait())
         left = max(0.0, self._job.batch.expires_at - time.time())
         try:
@@ -194,98 +172,15 @@ class BatchRun:
             await asyncio.gather(work, cancelled, return_exceptions=True)
 
     async def _answer_lines(self, journal: Journal) -> None:
+        if self._job.served != self._served:
+            text = f"waiting for a server of {self._job.served!r}; this one serves {self._served!r}"
+            self.trouble = Problem(code="model_not_served", message=text)
+            await asyncio.Event().wait()
         sender = await self._sender()
-        most = sender.places.count
-        results: asyncio.Queue[Entry] = asyncio.Queue(most)
-        writer: asyncio.Task[None] = asyncio.create_task(self._write(journal, results))
-        running: set[asyncio.Task[None]] = set()
-
-        async def some_end() -> None:
-            done, _ = await asyncio.wait({writer, *running}, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            running.difference_update(done)
-
-        try:
-            async with aclosing(self._open_lines(journal)) as lines:
-                async for line in lines:
-                    while len(running) >= most:
-                        await some_end()
-                    running.add(asyncio.create_task(self._answer_line(sender, line, results)))
-            while running:
-                await some_end()
-            await results.join()
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-            flushed = asyncio.create_task(results.join())  # what is computed is worth keeping
-            if self.trouble is None:
-                await asyncio.wait(
-                    {writer, flushed}, timeout=FLUSH_SECONDS, return_when=asyncio.FIRST_COMPLETED
-                )
-            flushed.cancel()
-            writer.cancel()
-            await asyncio.gather(writer, flushed, return_exceptions=True)
-
-    async def _open_lines(self, journal: Journal) -> AsyncGenerator[Line, None]:
-        """The requests that have no result yet."""
-        path = self._store.content(self._job.batch.input_file_id)
-        with path.open("rb") as file:
-            reader = read_lines(file, self._max_body + ENVELOPE_BYTES)
-            while group := await to_the_end(self._read_ahead, reader, journal):
-                for line in group:
-                    yield line
-
-    def _read_ahead(
-        self, reader: Iterator[tuple[int, bytes | None]], journal: Journal
-    ) -> list[Line]:
-        group: list[Line] = []
-        size = 0
-        for number, text in reader:
-            if number in journal:
-                continue
-            checked = check_line(number, text, self._job.batch.endpoint, self._max_body)
-            if isinstance(checked, Line):  # the others have their row since the first pass
-                group.append(checked)
-                size += len(checked.body)
-            if len(group) == READ_AHEAD_LINES or size >= READ_AHEAD_BYTES:
-                break
-        return group
-
-    async def _answer_line(self, sender: Sender, line: Line, results: asyncio.Queue[Entry]) -> None:
-        tokens: Tokens | None = None
-        ok = False
-        try:
-            status, reply = await sender.answer(self._job.batch.endpoint, line.body, self._state)
-            ok = 200 <= status < 300
-            row = answered(self.id, line, status, reply)
-            tokens = Tokens(*tokens_used(reply)) if ok else None
-        except Exception:  # a defect; the line still gets its row
-            log.exception("batch %s, line %d", self.id, line.number)
-            error = RowError("internal_error", "the server met an unexpected error")
-            row = unanswered(self.id, line.number, line.custom_id, error)
-        await results.put(Entry.of(line.number, ok, row, tokens))
-
-    async def _write(self, journal: Journal, results: asyncio.Queue[Entry]) -> None:
-        """Put results into the journal, as many as there are with one sync.
-
-        While the disk takes none, lines wait in the bounded queue, and so do those behind.
-        """
-        while True:
-            entries = [await results.get()]
-            while not results.empty():
-                entries.append(results.get_nowait())
-            while True:
-                try:
-                    await to_the_end(journal.append, entries)
-                    break
-                except OSError as error:
-                    self._stand_still(error)
-                    await asyncio.sleep(self._disk_pause)
-            self.trouble = None
-            for _ in entries:
-                results.task_done()
+        answering = Answering(
+            self._source, journal, sender, self._state, self._disk, self._disk_pause
+        )
+        await answering.run()
 
     # --- finishing ----------------------------------------------------------------------
 
@@ -300,7 +195,7 @@ class BatchRun:
         missing = _MISSING.get(status, RowError("internal_error", "the line has no result"))
         output, errors = await stoppable(
             lambda stop: write_results(
-                self._store, self._job, journal, missing, self._max_body, stop
+                self._store, self._source, journal, missing, self._job.keep_seconds, stop
             )
         )
         counts.failed = counts.total - counts.completed
@@ -320,7 +215,9 @@ class BatchRun:
     def _counts(self, journal: Journal, total: int) -> Counts:
         return Counts(total=total, completed=journal.ok, failed=journal.failed)
 
-    async def _change(self, change: Callable[[BatchObject], None], files: Any = ()) -> BatchObject:
+    async def _change(
+        self, change: Callable[[BatchObject], None], files: Sequence[FileObject] = ()
+    ) -> BatchObject:
         self._job.batch = await to_the_end(
             self._store.change_batch, self.id, self._job.owner, change, files
         )
@@ -330,33 +227,14 @@ class BatchRun:
         self._job.batch = await to_the_end(self._store.batch, self.id, self._job.owner)
         return self._job.batch
 
-    def _stand_still(self, error: OSError) -> None:
+    def _disk(self, error: OSError | None) -> None:
+        if error is None:
+            self.trouble = None
+            return
         text = f"waiting for the disk, then going on: {error}"
         if self.trouble is None:
             log.error("batch %s: %s", self.id, text)
         self.trouble = Problem(code="storage_unavailable", message=text)
-
-
-async def to_the_end(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run blocking work in a thread; a cancelled call waits for it before it gives way."""
-    running = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait({running})
-        raise
-
-
-async def stoppable(work: Callable[[threading.Event], T]) -> T:
-    """As `to_the_end`, for long work: a cancelled call sets the event that `work` looks at."""
-    stop = threading.Event()
-    running = asyncio.ensure_future(asyncio.to_thread(work, stop))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        stop.set()
-        await asyncio.wait({running})
-        raise
 
 
 def _begin(batch: BatchObject, checked: Checked) -> None:

@@ -67,7 +67,11 @@ class Journal:
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         sync_folder(path.parent)
-        self._forget()
+        self._size = 0  # of what is whole and synced
+        self._seen = bytearray()
+        self.ok = 0
+        self.failed = 0
+        self.tokens = Tokens()
         for entry, end in self._entries():
             self._size = end
             self._count(entry)
@@ -104,11 +108,6 @@ class Journal:
         for entry in new.values():
             self._count(entry)
 
-    def clear(self) -> None:
-        """Forget every result."""
-        self._forget()
-        os.ftruncate(self._file, 0)
-
     @contextmanager
     def lookup(self) -> Iterator[Callable[[int], Entry | None]]:
         """A function from a line's number to its result. Nothing is appended meanwhile.
@@ -130,12 +129,6 @@ class Journal:
                 return _decode(file.readline())
 
             yield find
-
-    def _forget(self) -> None:
-        self._size = 0  # of what is whole and synced
-        self._seen = bytearray()
-        self.ok = self.failed = 0
-        self.tokens = Tokens()
 
     def _entries(self) -> Iterator[tuple[Entry, int]]:
         """Whole entries from the start, each with the offset of its end."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -34,6 +35,26 @@ class BadLine:
     code: str
     message: str
     param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file of requests. `name` stands in the ids of rows, `max_body` bytes bound a body."""
+
+    path: Path
+    name: str
+    endpoint: str
+    max_body: int
+
+    def lines(self) -> Generator[Line | BadLine, None, None]:
+        """Every line that is not blank, checked; one is held at a time.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        with self.path.open("rb") as file:
+            for number, text in read_lines(file, self.max_body + ENVELOPE_BYTES):
+                yield check_line(number, text, self.endpoint, self.max_body)
 
 
 def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
@@ -167,22 +188,22 @@ class Row(msgspec.Struct):
     error: RowError | None
 
 
-def answered(batch_id: str, line: Line, status: int, body: bytes) -> Row:
+def answered(source: str, line: Line, status: int, body: bytes) -> Row:
     """The row of a line that its route answered, whatever the status."""
-    suffix = _suffix(batch_id, line.number)
+    suffix = _suffix(source, line.number)
     response = RowResponse(status, f"req_{suffix}", msgspec.Raw(_one_line(body)))
     return Row(f"batch_req_{suffix}", line.custom_id, response, None)
 
 
-def unanswered(batch_id: str, number: int, custom_id: str | None, error: RowError) -> Row:
+def unanswered(source: str, number: int, custom_id: str | None, error: RowError) -> Row:
     """The row of a line that no route has seen."""
-    return Row(f"batch_req_{_suffix(batch_id, number)}", custom_id, None, error)
+    return Row(f"batch_req_{_suffix(source, number)}", custom_id, None, error)
 
 
-def refused(batch_id: str, bad: BadLine) -> Row:
+def refused(source: str, bad: BadLine) -> Row:
     """The row of a line that is no request."""
     error = RowError(bad.code, f"line {bad.number}: {bad.message}", bad.param, bad.number)
-    return unanswered(batch_id, bad.number, bad.custom_id, error)
+    return unanswered(source, bad.number, bad.custom_id, error)
 
 
 class _Details(msgspec.Struct):
@@ -226,8 +247,8 @@ def tokens_used(reply: bytes) -> tuple[int, int, int, int]:
     )
 
 
-def _suffix(batch_id: str, number: int) -> str:
-    return f"{batch_id.removeprefix('batch_')}_{number}"
+def _suffix(source: str, number: int) -> str:
+    return f"{source.removeprefix('batch_')}_{number}"
 
 
 def _one_line(body: bytes) -> bytes:

@@ -5,33 +5,23 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import closing
 from typing import BinaryIO
 
 import msgspec
 
 from lockstep.server.batches.checking import Stopped
 from lockstep.server.batches.journal import Journal
-from lockstep.server.batches.lines import (
-    ENVELOPE_BYTES,
-    RowError,
-    check_line,
-    read_lines,
-    unanswered,
-)
-from lockstep.server.batches.objects import FileObject, Job, new_file_id
+from lockstep.server.batches.lines import RowError, Source, unanswered
+from lockstep.server.batches.objects import FileObject, new_file_id
 from lockstep.server.batches.store import Store
 
 
-def write_results(
-    store: Store,
-    job: Job,
-    journal: Journal,
-    missing: RowError,
-    max_body: int,
-    stop: threading.Event,
-) -> tuple[FileObject | None, FileObject | None]:
-    """Output and error file, synced and not yet added to the store; None for an empty one.
+def ordered_rows(
+    source: Source, journal: Journal, missing: RowError, stop: threading.Event
+) -> Generator[tuple[bool, bytes | msgspec.Raw], None, None]:
+    """A row for every line, and whether it holds an answer.
 
     Args:
         missing: why lines without a result have none.
@@ -40,23 +30,39 @@ def write_results(
         Stopped: `stop` was set.
         OSError: the disk failed.
     """
-    batch = job.batch
-    with ExitStack() as stack:
-        outputs = stack.enter_context(_Rows(store, f"{batch.id}_output.jsonl"))
-        errors = stack.enter_context(_Rows(store, f"{batch.id}_error.jsonl"))
-        find = stack.enter_context(journal.lookup())
-        file = stack.enter_context(store.content(batch.input_file_id).open("rb"))
-        for number, text in read_lines(file, max_body + ENVELOPE_BYTES):
+    with journal.lookup() as find, closing(source.lines()) as lines:
+        for line in lines:
             if stop.is_set():
                 raise Stopped
-            entry = find(number)
+            entry = find(line.number)
             if entry is not None:
-                (outputs if entry.ok else errors).add(entry.row)
-                continue
-            line = check_line(number, text, batch.endpoint, max_body)
-            row = unanswered(batch.id, number, line.custom_id, missing)
-            errors.add(msgspec.json.encode(row))
-        return outputs.finish(job.keep_seconds), errors.finish(job.keep_seconds)
+                yield entry.ok, entry.row
+            else:
+                row = unanswered(source.name, line.number, line.custom_id, missing)
+                yield False, msgspec.json.encode(row)
+
+
+def write_results(
+    store: Store,
+    source: Source,
+    journal: Journal,
+    missing: RowError,
+    keep_seconds: int | None,
+    stop: threading.Event,
+) -> tuple[FileObject | None, FileObject | None]:
+    """Output and error file, synced and not yet added to the store; None for an empty one.
+
+    Raises:
+        Stopped, OSError: as `ordered_rows`.
+    """
+    with (
+        _Rows(store, f"{source.name}_output.jsonl") as outputs,
+        _Rows(store, f"{source.name}_error.jsonl") as errors,
+        closing(ordered_rows(source, journal, missing, stop)) as rows,
+    ):
+        for ok, row in rows:
+            (outputs if ok else errors).add(row)
+        return outputs.finish(keep_seconds), errors.finish(keep_seconds)
 
 
 class _Rows:

@@ -15,7 +15,6 @@ from starlette.responses import FileResponse, Response
 
 from lockstep.server.batches import upload
 from lockstep.server.batches.inprocess import batch_endpoints
-from lockstep.server.batches.job import to_the_end
 from lockstep.server.batches.objects import (
     BATCH_ID,
     FILE_ID,
@@ -28,6 +27,7 @@ from lockstep.server.batches.objects import (
     new_file_id,
 )
 from lockstep.server.batches.runner import Batches
+from lockstep.server.batches.threads import to_the_end
 from lockstep.server.errors import StorageUnavailable
 from lockstep.server.generation import service_of
 from lockstep.server.protocol import Body

@@ -15,9 +15,10 @@ from lockstep.config import ServerConfig
 from lockstep.engine.client import EngineState, EngineUnavailable
 from lockstep.server.batches.attempts import READY_POLL, Places, Sender
 from lockstep.server.batches.inprocess import InProcess
-from lockstep.server.batches.job import BatchRun, to_the_end
+from lockstep.server.batches.job import BatchRun
 from lockstep.server.batches.objects import BatchObject, Job
 from lockstep.server.batches.store import Store
+from lockstep.server.batches.threads import to_the_end
 from lockstep.server.generation import Service
 
 log = logging.getLogger("lockstep.server")

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from lockstep.server.batches import job as job_module
 from lockstep.server.batches.attempts import Places, Sender
 from lockstep.server.batches.job import BatchRun
+from lockstep.server.batches.lines import Source
 from lockstep.server.batches.objects import (
     BatchObject,
     FileObject,
@@ -223,9 +224,9 @@ async def test_cut_at_every_byte_of_the_journal_the_result_is_the_same(
     kept = tmp_path / "kept"
     real = job_module.write_results
 
-    def keeping(store: Store, job: Job, *rest: Any) -> Any:
-        shutil.copy(store.journal(job.batch.id), kept)
-        return real(store, job, *rest)
+    def keeping(store: Store, source: Source, *rest: Any) -> Any:
+        shutil.copy(store.journal(source.name), kept)
+        return real(store, source, *rest)
 
     monkeypatch.setattr(job_module, "write_results", keeping)
     await w.run()
@@ -252,34 +253,36 @@ async def test_cut_at_every_byte_of_the_journal_the_result_is_the_same(
         assert w.posted.total() == 3 - done, "what is in the journal is not computed again"
 
 
-@given(st.data())
+# Of one process's life: steps of its loop, seconds on top, and whether it is told to cancel.
+lives = st.tuples(
+    st.integers(0, 60), st.sampled_from([0, 0.002, 0.01]), st.sampled_from([False] * 4 + [True])
+)
+
+
+@given(st.lists(lives, max_size=4), st.integers(1, 4))
 @settings(max_examples=30, deadline=None)
 def test_stopped_again_and_again_it_ends_complete(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[int, float, bool]], places: int
 ) -> None:
     """A stop between any two steps of the loop, as a shutdown would; then a new process."""
     folder = tmp_path_factory.mktemp("data")
-    w = World(folder, MIXED, places=data.draw(st.integers(1, 4)))
+    w = World(folder, MIXED, places=places)
     cancelled = False
 
     async def main() -> None:
         nonlocal cancelled
-        for _ in range(data.draw(st.integers(0, 4))):
+        for steps, seconds, cancel in plan:
             if w.batch.status in ("completed", "cancelled"):
-                break
+                return
             run = w.make_run()
             task = asyncio.create_task(run.run())
-            for _ in range(data.draw(st.integers(0, 60))):
+            for _ in range(steps):
                 await asyncio.sleep(0)
-                if task.done():
-                    break
-            await asyncio.sleep(data.draw(st.sampled_from([0, 0.002, 0.01])))
-            if not cancelled and data.draw(st.integers(0, 4)) == 0:
-                with_luck = w.batch.status in ("validating", "in_progress")
-                if with_luck:
-                    w.change(_cancelling)
-                    run.cancel()
-                    cancelled = True
+            await asyncio.sleep(seconds)
+            if cancel and w.batch.status in ("validating", "in_progress"):
+                w.change(_cancelling)
+                run.cancel()
+                cancelled = True
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             w.store.close()

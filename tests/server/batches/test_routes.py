@@ -494,13 +494,17 @@ def test_keys_see_their_own_files_and_batches_only(tmp_path: Path) -> None:
 
 
 def test_the_engine_is_killed_under_a_batch_and_no_line_is_lost() -> None:
-    with ServerThread(lambda: fake_llm("slow")) as server, connect(server) as client:
+    with (
+        ServerThread(lambda: fake_llm("slow"), batch_concurrency=10) as server,
+        connect(server) as client,
+    ):
         many = [
             line(str(number), prompt=f"{number} one two three", model="slow")
             for number in range(100)
         ]
         batch = start(client, jsonl(*many))
-        for done in (1, 40):
+        for kills, done in enumerate((1, 40)):
+            wait_until(lambda kills=kills: server.llm.client.restarts == kills)
             wait_until(lambda done=done: _completed(client, batch.id) >= done)
             pid = server.llm.client.pid
             assert pid is not None
