@@ -93,9 +93,6 @@ def test_two_servers_cannot_share_a_directory(tmp_path: Path) -> None:
             rf"error: data_dir .* in use by another server \(process {first.process.pid}\)", said
         )
         client.batches.list()  # the first one does not mind
-        first.kill()
-    with running("parrot", tmp_path) as (_, client):
-        assert client.batches.list().data == []
 
 
 @pytest.mark.slow
