@@ -50,7 +50,10 @@ _PR_SET_NAME = 15
 
 def main() -> int:
     """Serve one engine until told to stop; returns the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the parent decides
+    # Ctrl-C and service managers reach the whole group; the parent decides when to end, and
+    # until then this process finishes what the parent's clients wait for.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     logs.configure()
     _set_process_name("lockstep-engine")
     start = _read_start(sys.stdin.buffer)

@@ -119,6 +119,7 @@ def test_the_first_sigterm_lets_answers_finish(repository: Path) -> None:
         kept = httpx.Client()  # a connection from before, as a balancer keeps it
         assert kept.get(f"{process.url}/ready").status_code == 200
         process.signal()
+        os.kill(engine, signal.SIGTERM)  # as service managers do that signal the whole group
         wait_until(lambda: kept.get(f"{process.url}/ready").status_code == 503)
         for reply in (
             kept.post(f"{process.url}/v1/completions", json=body(3)),
