@@ -172,7 +172,8 @@ class FakeExecutor:
         wanted = [target for target in run.prompt_targets if target >= 0]
         assert not run.prompt_targets or len(run.prompt_targets) == run.logits
         assert run.logits <= len(run.tokens)
-        scores = tuple(_logprob(target) for target in wanted)
+        given = run.prompt_params.logprob_token_ids if run.prompt_params is not None else ()
+        scores = tuple(_logprob(target, given) for target in wanted)
         if run.pooling:
             assert run.logits >= 1, "a pooled run without rows"
             assert run.sample is None, "a pooled run draws nothing"
@@ -194,7 +195,9 @@ class FakeExecutor:
             if not has(words, token):  # any other function of the prefix
                 ids = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
                 token = int(ids[draw(value, len(ids), spec.choice, spec.seed)])
-        return RunResult(token, _logprob(token) if params.logprobs is not None else None, scores)
+        reports = params.logprobs is not None or params.logprob_token_ids
+        logprob = _logprob(token, params.logprob_token_ids) if reports else None
+        return RunResult(token, logprob, scores)
 
     def _pool(self, run: TokenRun) -> bytes:
         """Of every pooled row its prefix's hash: all of them added, or the last one."""
@@ -235,5 +238,11 @@ class FakeExecutor:
         return known
 
 
-def _logprob(token: int) -> TokenLogprob:
-    return TokenLogprob(token, -1.0 - token % 7, 1, ((token, -1.0 - token % 7),))
+def logprob_of(token: int) -> float:
+    """What the fake reports of a token, wherever it stands."""
+    return -1.0 - token % 7
+
+
+def _logprob(token: int, given: Sequence[int] = ()) -> TokenLogprob:
+    value = logprob_of(token)
+    return TokenLogprob(token, value, 1, ((token, value),), tuple(map(logprob_of, given)))
