@@ -34,14 +34,15 @@ class PathRoute(APIRoute):
 
 
 def problem(errors: Sequence[Mapping[str, Any]], body: object) -> RequestError | None:
-    """What is wrong with a body, at the deepest place that pydantic complains of.
-
-    None for a body that is no JSON object: there is no place to name.
-    """
+    """What is wrong with a body, and where; None for a body that is no JSON object."""
     if not isinstance(body, dict):
         return None
     found = [(path_of(error["loc"][1:], body, error["type"]), error) for error in errors]
-    path, first = max(found, key=lambda entry: _depth(entry[0]))  # the first of equal ones
+    # A union complains once a member. One that only minds the value is the one that was meant,
+    # else the one that got furthest; of equal ones the first.
+    path, first = max(
+        found, key=lambda entry: (not entry[1]["type"].endswith("_type"), _depth(entry[0]))
+    )
     if not path:
         return None
     if first["type"] == "extra_forbidden":

@@ -32,7 +32,7 @@ QUESTIONS: list[Any] = [
     {
         "type": "choice",
         "instructions": "Which topic?",
-        "choices": [{"value": f"topic {i}"} for i in range(255)],
+        "choices": [{"value": f"topic {i}"} for i in range(40)],
     },
 ]
 
@@ -106,11 +106,8 @@ def test_typesafe_asks_the_same_model(server: ServerThread, client: openai.OpenA
 
 
 def test_scores_are_the_completions_logprobs(http: httpx.Client) -> None:
-    body = {
-        "model": "smollm2",
-        "text_1": "The capital of France is",
-        "text_2": [" Paris", " Oslo."],
-    }
+    texts = [" Paris", " Oslo."]
+    body = {"model": "smollm2", "text_1": "The capital of France is", "text_2": texts}
     reply = http.post("/v1/score", json=body | {"return_logprobs": True}).json()
     for entry, text in zip(reply["data"], texts, strict=True):
         echo = {
