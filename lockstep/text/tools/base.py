@@ -12,6 +12,7 @@ from lockstep.text.events import CallClosed, CallText, Event, Reader, Text, cut_
 from lockstep.text.tools.rules import Rules
 from lockstep.types import RequestError
 
+DEFINITIONS = ("$defs", "definitions")  # keys of a schema whose parts are referred to
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -60,9 +61,7 @@ class Function:
     def properties(self) -> dict[str, dict[str, Any]]:
         """The schema of each argument, with the definitions that it may refer to."""
         schema = self.schema
-        shared: dict[str, Any] = {
-            key: schema[key] for key in ("$defs", "definitions") if key in schema
-        }
+        shared: dict[str, Any] = {key: schema[key] for key in DEFINITIONS if key in schema}
         return {
             name: {**(inner if isinstance(inner, dict) else {}), **shared}
             for name, inner in (schema.get("properties") or {}).items()
@@ -136,7 +135,7 @@ class CallReader:
 
     A subclass is a state machine. Its constructor sets `_state`, which takes something off
     `_buffer` and returns True, or returns False when it needs more text. White space around
-    calls is dropped.
+    calls is dropped; a line break divides the content on both sides of them.
 
     Mutable; owned by one choice.
     """
@@ -151,6 +150,7 @@ class CallReader:
         self._opened = False  # whether an event of it went out
         self._space = ""  # white space that belongs to the content unless a call follows
         self._after_call = False
+        self._said = False  # whether there is content already
         self._out: list[Event] = []
 
     def push(self, text: str) -> list[Event]:
@@ -193,6 +193,8 @@ class CallReader:
         """Content; white space at its end waits for what follows."""
         if self._after_call:
             text = text.lstrip()
+            if text and self._said:
+                text = "\n" + text
         if not text:
             return
         self._after_call = False
@@ -200,6 +202,7 @@ class CallReader:
         kept = text.rstrip()
         self._space = text[len(kept) :]
         if kept:
+            self._said = True
             self._out.append(Text(kept))
 
     def _find(self, *markers: str) -> str | None:
