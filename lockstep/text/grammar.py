@@ -86,12 +86,12 @@ def from_gbnf(source: str) -> str:
     Raises:
         RequestError: it is malformed or too large.
     """
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
     _check_size("ebnf", source, MAX_SOURCE_BYTES)
     try:
         return any_to_lark(source).replace("%llguidance {}", "")
-    except (ValueError, RecursionError) as error:
+    except (GbnfToLarkError, ValueError, RecursionError) as error:
         raise RequestError(f"grammar: not a GBNF grammar: {error}", field="grammar") from None
 
 

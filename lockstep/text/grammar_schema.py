@@ -20,7 +20,7 @@ MAX_DEPTH = 64  # of nested schemas
 MAX_NODES = 20_000
 MAX_PROPERTIES = 1_000  # of one object; the library's time grows with the square
 MAX_REFERENCES = 500  # distinct ones: the library follows a chain of them by recursion
-MAX_MULTIPLE = 10_000  # least common multiple of all `multipleOf`: states of its automaton
+MAX_MULTIPLE = 100_000  # least common multiple of all `multipleOf`: states of its automaton
 
 _ONE = {"additionalProperties", "items"}
 _LISTS = {"anyOf", "oneOf", "allOf", "prefixItems"}
@@ -70,7 +70,8 @@ class _Walk:
     def __init__(self) -> None:
         self.nodes = 0
         self.references: set[str] = set()
-        self.multiple = 1
+        self.multiple = 1  # of the digits of every multipleOf
+        self.exponents: list[int] = []  # and their powers of ten
 
     def visit(self, schema: Any, path: str, depth: int) -> None:
         self.nodes += 1
@@ -111,11 +112,11 @@ class _Walk:
 
     def _multiple(self, value: float, path: str) -> None:
         _sign, digits, exponent = Decimal(str(value)).normalize().as_tuple()
-        whole = int("".join(map(str, digits)))
-        if isinstance(exponent, int):
-            whole *= 10 ** max(0, min(exponent, 10))
-        self.multiple = math.lcm(self.multiple, whole)
-        if whole < 1 or self.multiple > MAX_MULTIPLE:
+        assert isinstance(exponent, int)  # finite
+        self.multiple = math.lcm(self.multiple, int("".join(map(str, digits))))
+        self.exponents.append(exponent)
+        spread = max(self.exponents) - min(self.exponents)
+        if spread > 9 or self.multiple * 10**spread > MAX_MULTIPLE:
             raise SchemaError(
                 path,
                 f"the least common multiple of all multipleOf may be at most {MAX_MULTIPLE}",
