@@ -11,18 +11,24 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+from prometheus_client import (
+    CONTENT_TYPE_PLAIN_0_0_4,
+    CollectorRegistry,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import choose_encoder
 
 from lockstep.async_llm import AsyncLLM, Outcome
 from lockstep.engine.client import EngineState
 
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 OWN = "lockstep:"
 ALIAS = "vllm:"
 
@@ -110,10 +116,13 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
 
-    def text(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type, in the format that the scraper asks for."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+    def text(self) -> bytes:
+        """The page, as `CONTENT_TYPE`.
+
+        Always the classic text format, which every scraper reads: in OpenMetrics
+        prometheus-client writes underscores for the colons in names.
+        """
+        return generate_latest(self.registry)
 
     def collect(self) -> Iterator[Metric]:
         """All families; called by prometheus-client."""

@@ -14,6 +14,7 @@ from lockstep.engine.client import EngineState, EngineUnavailable
 from lockstep.server import errors
 from lockstep.server.admin import operations_of
 from lockstep.server.generation import service_of
+from lockstep.server.metrics import CONTENT_TYPE
 from lockstep.types import EngineInfo, EngineStats
 
 router = APIRouter()
@@ -102,9 +103,8 @@ async def ready(request: HTTPRequest) -> Response:
 @router.get("/metrics", include_in_schema=False)
 async def metrics(request: HTTPRequest) -> Response:
     """For Prometheus."""
-    accept = request.headers.get("accept", "")
-    text, content_type = operations_of(request).metrics.text(accept)
-    return Response(text, headers={"Content-Type": content_type})
+    text = operations_of(request).metrics.text()
+    return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
 
 @router.get("/stats")

@@ -21,11 +21,16 @@ from lockstep.server.metrics import Histogram
 from tests.server.support import ServerThread, fake_llm, wait_until
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+# What Prometheus sends; an answer in OpenMetrics would have other names.
+PROMETHEUS_ACCEPTS = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=0.0.4;q=0.4,*/*;q=0.1"
+)
 FAIL, CRASH = 13, 14  # see tests.server.support.make_engine
 
 
 def scrape(url: str) -> Samples:
-    reply = httpx.get(f"{url}/metrics")
+    reply = httpx.get(f"{url}/metrics", headers={"accept": PROMETHEUS_ACCEPTS})
     assert reply.status_code == 200
     assert reply.headers["content-type"].startswith("text/plain; version=")
     return {
@@ -247,7 +252,7 @@ def test_metrics_answer_before_the_engine_is_there() -> None:
     from lockstep.server import create_app
 
     app = create_app(fake_llm(), ServerConfig())
-    text = app.state.operations.metrics.text("")[0].decode()
+    text = app.state.operations.metrics.text().decode()
     assert "lockstep:engine_up" in text
     samples = {
         sample.name: sample.value
