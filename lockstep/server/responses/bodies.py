@@ -87,7 +87,7 @@ class Tool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=1)] | None = None
     defer_loading: Literal[False] | None = None
     output_schema: None = None
 
@@ -104,7 +104,7 @@ class AllowedFunctions(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedFunction]
+    tools: Annotated[list[NamedFunction], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 Choice = NamedFunction | AllowedFunctions
@@ -119,10 +119,10 @@ class ResponseBody(GenerationBody):
     max_output_tokens: int | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Choice | None = None
     parallel_tool_calls: bool | None = None
-    include: list[Includable] | None = None
+    include: Annotated[list[Includable], Field(max_length=16, fail_fast=True)] | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     max_tool_calls: int | None = None  # counts built-in tools, of which there are none

@@ -25,6 +25,7 @@ from lockstep.server.responses.objects import (
     OutputTokensDetails,
     Response,
     ResponseUsage,
+    pack,
 )
 from lockstep.server.responses.store import ResponseStore
 from lockstep.server.responses.store import Turn as StoredTurn
@@ -45,6 +46,9 @@ _OWN_NAMES = {
 
 class Input:
     """What the model is to go on from: an earlier conversation, if there is one, and new items.
+
+    Attributes:
+        packed: the new items as the store keeps them.
 
     Raises:
         NotFound: no such response is stored for this owner.
@@ -67,6 +71,7 @@ class Input:
             self.items = (items.user_message(body.input),)
         else:
             self.items = items.read(body.input, lambda item: store.item(owner, item))
+        self.packed = checked(lambda: pack(self.items), "input")
 
     def turn(self, body: ResponseBody) -> Turn:
         """The same as a chat.
@@ -86,6 +91,20 @@ class Input:
             effort=body.reasoning.effort if body.reasoning is not None else None,
             template_arguments=body.chat_template_kwargs,
         )
+
+
+def checked(written: Callable[[], bytes], field: str = "") -> bytes:
+    """What is to be stored and said back, as JSON.
+
+    Raises:
+        RequestError: text that is not valid Unicode.
+    """
+    try:
+        return written()
+    except UnicodeEncodeError:
+        raise RequestError(
+            f"{field or 'the request'} has a lone surrogate: it is not valid Unicode", field=field
+        ) from None
 
 
 @contextmanager
@@ -148,6 +167,7 @@ class Call:
         sampling = body.sampling()
         envelope = replace(Envelope.new(service, ""), id=f"resp_{uuid.uuid4().hex}")
         response = body.response(envelope)
+        checked(lambda: encode(response))
         given = Input(body, store, owner)
 
         def keep(finished: Response) -> None:
@@ -156,7 +176,7 @@ class Call:
                 finished.id,
                 encode(finished),
                 parent=given.parent,
-                inputs=given.items,
+                inputs=given.packed,
                 outputs=finished.output,
             )
 

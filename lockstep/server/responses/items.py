@@ -26,6 +26,14 @@ from lockstep.server.responses.objects import (
     SummaryText,
     new_id,
 )
+from lockstep.server.responses.parts import (
+    MESSAGE,
+    REASONING,
+    TEXT,
+    is_nothing,
+    read_parts,
+    unknown,
+)
 from lockstep.types import RequestError
 
 MAX_ITEMS = 8192
@@ -33,7 +41,7 @@ MAX_ID = 128  # characters
 
 
 class _Input(BaseModel):
-    """Base of input items and parts: other fields may be present if they are null or empty."""
+    """Base of input items: other fields may be present if they are null or empty."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -43,55 +51,8 @@ class _Input(BaseModel):
             RequestError: a field that this server does not know, with a value.
         """
         for name, value in (self.model_extra or {}).items():
-            if value not in (None, [], {}, ""):
-                raise RequestError(
-                    f"{where}.{name} is not supported by this server",
-                    field="input",
-                    code="unsupported_parameter",
-                )
-
-
-class TextPart(_Input):
-    """A part of type `input_text` or `output_text`; what a client adds to them is dropped."""
-
-    type: Literal["input_text", "output_text"]
-    text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    parsed: Any = None  # openai's `responses.parse` puts it there
-
-
-class RefusalPart(_Input):
-    """A part of type `refusal`."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-
-class OtherPart(_Input):
-    """A part of a type that this server does not take."""
-
-    type: Any = None
-
-
-_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
-
-
-def _type_of(value: Any) -> Any:
-    return value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
-
-
-def _part_tag(value: Any) -> str:
-    kind = _type_of(value)
-    return _PARTS.get(kind, "other") if isinstance(kind, str) else "other"
-
-
-InputPart = Annotated[
-    Annotated[TextPart, Tag("text")]
-    | Annotated[RefusalPart, Tag("refusal")]
-    | Annotated[OtherPart, Tag("other")],
-    Discriminator(_part_tag),
-]
+            if not is_nothing(value):
+                raise unknown(f"{where}.{name}")
 
 
 def _text_or(several: str) -> Discriminator:
@@ -108,7 +69,7 @@ def _text_or(several: str) -> Discriminator:
 
 
 TextOrParts = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[InputPart], Tag("parts")],
+    Annotated[str, Tag("text")] | Annotated[list[Any], Tag("parts")],  # see `parts`
     _text_or("parts"),
 ]
 ItemId = Annotated[str, Field(min_length=1, max_length=MAX_ID)]
@@ -127,15 +88,15 @@ class InputMessage(_Input):
     def item(self, where: str) -> Message:
         """The message as it is kept."""
         own = self.role == "assistant"
-        parts = [self.content] if isinstance(self.content, str) else self.content
+        parts = self.content
+        if isinstance(parts, str):
+            parts = [{"type": "input_text", "text": parts}]
         content: list[InputText | OutputText | Refusal] = []
-        for index, part in enumerate(parts):
-            if isinstance(part, RefusalPart):
-                part.refuse_unknown(f"{where}.content[{index}]")
-                content.append(Refusal(refusal=part.refusal))
-                continue
-            text = part if isinstance(part, str) else _text(part, f"{where}.content[{index}]")
-            content.append(OutputText(text=text) if own else InputText(text=text))
+        for kind, text in read_parts(parts, f"{where}.content", MESSAGE):
+            if kind == "refusal":
+                content.append(Refusal(refusal=text))
+            else:
+                content.append(OutputText(text=text) if own else InputText(text=text))
         return Message(
             id=self.id or new_id(Message),
             status=self.status or "completed",
@@ -188,8 +149,7 @@ class InputFunctionCallOutput(_Input):
             output = self.output
         else:
             output = tuple(
-                InputText(text=_text(part, f"{where}.output[{index}]"))
-                for index, part in enumerate(self.output)
+                InputText(text=text) for _, text in read_parts(self.output, f"{where}.output", TEXT)
             )
         return FunctionCallOutput(
             id=self.id or new_id(FunctionCallOutput),
@@ -199,18 +159,13 @@ class InputFunctionCallOutput(_Input):
         )
 
 
-class _ReasoningPart(_Input):
-    type: Literal["reasoning_text", "summary_text"]
-    text: str
-
-
 class InputReasoning(_Input):
     """What the model thought earlier. Without `content` there is nothing to give back to it."""
 
     type: Literal["reasoning"]
     id: ItemId | None = None
-    summary: list[_ReasoningPart] = Field(default_factory=list)
-    content: list[_ReasoningPart] | None = None
+    summary: list[Any] = Field(default_factory=list)
+    content: list[Any] | None = None
     encrypted_content: str | None = None
     status: ItemStatus | None = None
 
@@ -219,8 +174,14 @@ class InputReasoning(_Input):
         return Reasoning(
             id=self.id or new_id(Reasoning),
             status=self.status or "completed",
-            summary=tuple(SummaryText(text=part.text) for part in self.summary),
-            content=tuple(ReasoningText(text=part.text) for part in self.content or ()),
+            summary=tuple(
+                SummaryText(text=text)
+                for _, text in read_parts(self.summary, f"{where}.summary", REASONING)
+            ),
+            content=tuple(
+                ReasoningText(text=text)
+                for _, text in read_parts(self.content or (), f"{where}.content", REASONING)
+            ),
             encrypted_content=self.encrypted_content,
         )
 
@@ -247,6 +208,10 @@ _ITEMS = {
 }
 
 
+def _type_of(value: Any) -> Any:
+    return value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+
+
 def _item_tag(value: Any) -> str:
     kind = _type_of(value)
     if kind is None and isinstance(value, Mapping):
@@ -266,7 +231,7 @@ InputItem = Annotated[
 
 TextOrItems = Annotated[
     Annotated[str, Tag("text")]
-    | Annotated[list[InputItem], Field(max_length=MAX_ITEMS), Tag("items")],
+    | Annotated[list[InputItem], Field(max_length=MAX_ITEMS, fail_fast=True), Tag("items")],
     _text_or("items"),
 ]
 
@@ -412,15 +377,3 @@ class _Conversation:
 
 def _joined(parts: Sequence[InputText | OutputText | Refusal]) -> str:
     return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in parts)
-
-
-def _text(part: TextPart | RefusalPart | OtherPart, where: str) -> str:
-    if not isinstance(part, TextPart):
-        raise RequestError(
-            f"{where}: parts of type {_type_of(part)!r} are not supported by this server, "
-            "only text is",
-            field="input",
-            code="unsupported_parameter",
-        )
-    part.refuse_unknown(where)
-    return part.text

@@ -38,17 +38,20 @@ class Limits:
 
 
 class Turn:
-    """What one response adds to a conversation: its input, then its output. Immutable."""
+    """What one response adds to a conversation: its input, then its output. Immutable.
+
+    Args:
+        parent: the turn before it.
+        inputs, outputs: items, packed.
+    """
 
     __slots__ = ("_inputs", "_outputs", "parent", "references")
 
-    def __init__(
-        self, parent: Turn | None, inputs: Sequence[AnyItem], outputs: Sequence[AnyItem]
-    ) -> None:
+    def __init__(self, parent: Turn | None, inputs: bytes, outputs: bytes) -> None:
         self.parent = parent
         self.references = 0  # responses and later turns that reach this one; the store counts
-        self._inputs = pack(inputs)
-        self._outputs = pack(outputs)
+        self._inputs = inputs
+        self._outputs = outputs
 
     @property
     def size(self) -> int:
@@ -155,7 +158,7 @@ class ResponseStore:
         reply: bytes,
         *,
         parent: Turn | None,
-        inputs: Sequence[AnyItem],
+        inputs: bytes,
         outputs: Sequence[AnyItem],
     ) -> None:
         """Keep a finished response; others may be forgotten for it.
@@ -166,8 +169,9 @@ class ResponseStore:
             owner: who may read it; the same for everybody when there are no keys.
             reply: the response as `GET` answers it.
             parent: of the response that it continues, as `turn` gave it.
+            inputs: items, packed.
         """
-        turn = Turn(parent, inputs, outputs)
+        turn = Turn(parent, inputs, pack(outputs))
         if len(reply) + OVERHEAD_BYTES + turn.size > self._limits.total_bytes:
             return
         entry = _Entry(reply, turn, tuple(item.id for item in outputs), self._clock())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from typing import Any
 
 import msgspec
@@ -195,6 +197,9 @@ def test_instructions_stand_first() -> None:
         ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input_image"),
         ([{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}], "input_file"),
         ([call("c1"), result("c1", [{"type": "input_image", "file_id": "x"}])], "input_image"),
+        ([{"role": "user", "content": [{"type": "input_text"}]}], "text must be a string"),
+        ([{"role": "user", "content": [3]}], "must be an object"),
+        ([{"role": "user", "content": [{"text": "x"}]}], "None"),
         ([{"type": "web_search_call", "id": "ws_1"}], "web_search_call"),
         ([result("nobody")], "nobody"),
         ([call("c1"), result("c1"), result("c1")], "c1"),
@@ -222,7 +227,6 @@ def test_what_cannot_be_read_is_named(items: Any, complaint: str) -> None:
         [{"role": "tool", "content": "x"}],
         [{"role": "user", "content": 3}],
         [{"role": "user"}],
-        [{"role": "user", "content": [{"type": "input_text"}]}],
         [{"role": "user", "content": "x", "id": ""}],
         [{"role": "user", "content": "x", "id": "x" * 1000}],
         [{"type": "function_call", "name": "f", "arguments": "{}"}],
@@ -232,6 +236,24 @@ def test_what_cannot_be_read_is_named(items: Any, complaint: str) -> None:
 def test_malformed_items_are_refused(items: Any) -> None:
     with pytest.raises(ValidationError):
         INPUT.validate_python(items)
+
+
+def test_a_long_body_is_read_at_once() -> None:
+    """Whatever is wrong with it: the server's loop stands still meanwhile."""
+    part = {"type": "input_text", "text": "x"}
+    bodies: list[Any] = [
+        [{"role": "user", "content": [part] * 100_000}],
+        [{"role": "user", "content": [3] * 1_000_000}],
+        [{"role": "user", "content": [{"type": "input_text"}] * 100_000}],
+        [{"type": "reasoning", "summary": [{"type": "summary_text"}] * 100_000}],
+        [3] * 1_000_000,
+        [{"role": "user"}] * 8000,
+    ]
+    for body in bodies:
+        start = time.perf_counter()
+        with contextlib.suppress(ValidationError, RequestError):
+            messages_of(None, read_json(body))
+        assert time.perf_counter() - start < 0.5
 
 
 def test_what_parse_adds_is_taken_and_dropped() -> None:

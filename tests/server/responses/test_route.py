@@ -266,6 +266,26 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert (error.param, error.code) == (param, code)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        r'"input": "\ud800"',
+        r'"input": [{"role": "user", "content": "x", "id": "\ud800"}]',
+        r'"input": "x", "metadata": {"a": "\ud800"}',
+        r'"input": "x", "instructions": "\ud800"',
+        r'"input": "x", "user": "\ud800"',
+        r'"input": "x", "tools": [{"type": "function", "name": "f", "description": "\ud800"}]',
+    ],
+)
+def test_text_that_is_no_unicode_is_refused(http: httpx.Client, fields: str) -> None:
+    response = http.post(
+        "/v1/responses",
+        content='{"model": "parrot", ' + fields + "}",
+        headers={"Content-Type": "application/json"},
+    )
+    assert response.status_code == 400, response.text
+
+
 def test_chats_sampling_fields_are_taken(client: openai.OpenAI) -> None:
     response = ask(client, extra_body={"stop": ["é"], "seed": 3, "top_k": 5})
     assert response.status == "completed"

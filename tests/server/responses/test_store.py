@@ -9,7 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lockstep.server.responses.objects import AnyItem, FunctionCall, InputText, Message, OutputText
+from lockstep.server.responses.objects import (
+    AnyItem,
+    FunctionCall,
+    InputText,
+    Message,
+    OutputText,
+    pack,
+)
 from lockstep.server.responses.store import OVERHEAD_BYTES, Limits, ResponseStore, Turn
 
 EVERYBODY = ""
@@ -37,7 +44,7 @@ def put(store: ResponseStore, name: str, *, parent: str = "", owner: str = EVERY
         name,
         b"{}",
         parent=store.turn(owner, parent) if parent else None,
-        inputs=[said(name)],
+        inputs=pack([said(name)]),
         outputs=[answered(name)],
     )
 
@@ -66,7 +73,7 @@ def test_items_come_back_as_they_were() -> None:
         said("a", "\ud7ff \U0001f642\n"),
         FunctionCall(id="fc_1", call_id="call_1", name="f", arguments='{"a": 1}'),
     ]
-    turn = Turn(None, items, [answered("a")])
+    turn = Turn(None, pack(items), pack([answered("a")]))
     assert list(turn.inputs()) == items
     assert turn.outputs() == (answered("a"),)
 
@@ -134,7 +141,7 @@ def test_one_owner_cannot_push_out_anothers_few() -> None:
 def test_what_is_larger_than_the_store_leaves_the_others_alone() -> None:
     store = ResponseStore(Limits(total_bytes=20 * OVERHEAD_BYTES))
     put(store, "a")
-    store.put(EVERYBODY, "b", b"x" * 20 * OVERHEAD_BYTES, parent=None, inputs=[], outputs=[])
+    store.put(EVERYBODY, "b", b"x" * 20 * OVERHEAD_BYTES, parent=None, inputs=b"[]", outputs=[])
     assert store.reply(EVERYBODY, "b") is None
     assert store.reply(EVERYBODY, "a") is not None
 
@@ -179,7 +186,7 @@ class Driver(RuleBasedStateMachine):
             name,
             json.dumps(name).encode(),
             parent=parent,
-            inputs=[said(name, "x" * size)],
+            inputs=pack([said(name, "x" * size)]),
             outputs=[answered(name)],
         )
         self.conversations[owner, name] = [*known, f"msg_{name}", f"out_{name}"]
