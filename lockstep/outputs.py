@@ -91,7 +91,7 @@ class RequestBuilder:
             RequestError: neither text nor token ids, empty, or an id outside the vocabulary.
         """
         if isinstance(prompt, str):
-            _check_text(field, prompt)
+            check_text(field, prompt)
             ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
             ids = self._check_ids(prompt, field)
@@ -220,9 +220,9 @@ class RequestBuilder:
                 field="min_tokens",
             )
         for text in params.stop:
-            _check_text("stop", text)
+            check_text("stop", text)
         for text in params.bad_words:
-            _check_text("bad_words", text)
+            check_text("bad_words", text)
 
     def _check_id(self, field: str, token: int) -> None:
         if not 0 <= token < self.info.vocab_size:
@@ -245,10 +245,15 @@ def check_conversation(messages: Conversation) -> None:
             raise RequestError(
                 f"each message must be an object with a role, got {message!r}", field="messages"
             )
-        _check_text("messages", json.dumps(message, ensure_ascii=False, default=str))
+        check_text("messages", json.dumps(message, ensure_ascii=False, default=str))
 
 
-def _check_text(field: str, text: str) -> None:
+def check_text(field: str, text: str) -> None:
+    """Refuse text that cannot be written as UTF-8.
+
+    Raises:
+        RequestError: a lone surrogate.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -89,6 +89,8 @@ def inquire(
         try:
             asked.append(source.ask(builder, context, question, priority=priority))
         except RequestError as error:
+            if error.field == "priority":
+                raise
             if error.code == "context_length_exceeded":
                 message = f"{field} with questions[{index}]: {error}"
                 raise RequestError(message, field=field, code=error.code) from None

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from lockstep.outputs import check_text
 from lockstep.types import RequestError
 
 MAX_QUESTIONS = 400
@@ -168,10 +169,4 @@ def _text(name: str, value: object, *, empty: bool = False) -> None:
         raise RequestError(
             f"{name} has {len(value)} characters, at most {MAX_TEXT} are allowed", field=name
         )
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"{name} has a lone surrogate at character {error.start}: it is not valid Unicode",
-            field=name,
-        ) from None
+    check_text(name, value)

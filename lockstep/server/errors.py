@@ -192,8 +192,14 @@ def _reply(
     if call is not None and code is not None:
         call.error = code
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    # What a client wrote may not be valid Unicode; the reply is.
+    message, param = _valid(message), None if param is None else _valid(param)
     body = ErrorReply(ErrorBody(message=message, type=kind, param=param, code=code))
     return status, body, dict(headers or {})
+
+
+def _valid(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _whole(seconds: float) -> str:

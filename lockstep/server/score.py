@@ -184,7 +184,11 @@ def _context_ids(
     builder: RequestBuilder, field: str, given: Text | list[dict[str, Any]]
 ) -> list[int]:
     if isinstance(given, list) and given and isinstance(given[0], dict):
-        return builder.encode_chat([message for message in given if isinstance(message, dict)])
+        messages = [message for message in given if isinstance(message, dict)]
+        try:
+            return builder.encode_chat(messages)
+        except RequestError as error:
+            raise RequestError(str(error), field=field, code=error.code) from None
     text = given if isinstance(given, str) else [t for t in given if isinstance(t, int)]
     return builder.encode(text, field=field)
 

@@ -256,6 +256,7 @@ for _ in range(40):
             None,
         ),
         ({"refuse_below": 2}, "refuse_below", None),
+        ({"priority": 2**31}, "priority", None),
         ({"temperature": 1}, "temperature", "unknown_parameter"),
         ({"model": 7}, "model", None),
     ],
@@ -278,6 +279,8 @@ def test_lone_surrogates_are_refused_wherever_they_stand(http: httpx.Client) -> 
         {"input": [{"role": "user", "content": "\ud800"}]},
         {"questions": [predicate(instructions="\ud800")]},
         {"questions": [choice("\ud800", "b")]},
+        {"questions": [predicate(name="\ud800")]},
+        {"\ud800": 1},
     ):
         body = {"model": "parrot", "input": TEXT, "questions": [predicate()], **change}
         reply = http.post(
@@ -354,7 +357,7 @@ def test_models_for_both_clients(typesafe: TypeSafeClient, client: openai.OpenAI
         ({"type": "choice", "criteria": {"a": 7, "b": None}}, "questions.q.criteria.a"),
         ({"type": "choice", "criteria": {"": None, "b": None}}, "questions.q.criteria"),
         ({"type": "score", "criteria": []}, "questions.q.criteria"),
-        ({"type": "score", "criteria": ["low", ""]}, "questions.q"),
+        ({"type": "score", "criteria": ["low", ""]}, "questions.q.criteria"),
         ({"type": "score", "criteria": ["low", {"x": DEEP}]}, "questions.q.criteria[1]"),
         ({"type": "maybe"}, "questions.q"),
         ({"type": "noul", "criteria": {"yes": "x"}}, "questions.q.criteria.yes"),
@@ -364,6 +367,21 @@ def test_systemone_errors(http: httpx.Client, question: dict[str, Any], where: s
     reply = http.post("/v1/systemone", json={"state": "x", "questions": {"q": question}})
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == where
+
+
+def test_names_that_are_no_unicode(http: httpx.Client) -> None:
+    for questions in ({"\ud800": {"type": "noul"}}, {"q": {"type": "noul", "\ud800": 1}}):
+        reply = http.post(
+            "/v1/systemone",
+            content=json.dumps({"state": "x", "questions": questions}),
+            headers={"Content-Type": "application/json"},
+        )
+        assert reply.status_code == 400
+
+
+def test_a_noul_without_anything_to_ask(http: httpx.Client) -> None:
+    reply = http.post("/v1/systemone", json={"state": "x", "questions": {"": {"type": "noul"}}})
+    assert reply.json()["error"]["param"] == "questions..instructions"
 
 
 def test_typesafe_client_reads_errors(typesafe: TypeSafeClient) -> None:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from lockstep.decisions import Choice, Decision, Option, Predicate, Question, Score, inquire
 from lockstep.decisions.questions import MAX_OPTIONS, MAX_QUESTIONS
+from lockstep.outputs import check_text
 from lockstep.server.decisions.account import answer
 from lockstep.server.decisions.parts import content_text
 from lockstep.server.generation import Service, service_of
@@ -108,12 +109,13 @@ class SystemOneBody(Body):
         found = []
         for name, body in self.questions.items():
             where = f"questions.{name}"
+            check_text("questions", name)
             try:
                 found.append(body.typed(name, where))
             except RequestError as error:
                 field = error.field
                 if not field.startswith(where):
-                    field = where if body.type == "score" else f"{where}.criteria"
+                    field = f"{where}.{'instructions' if body.type == 'noul' else 'criteria'}"
                 raise RequestError(f"{field}: {error}", field=field, code=error.code) from None
         return found
 
