@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lockstep import __version__
+from lockstep.cli import batch
 from lockstep.cli.chat import chat
 from lockstep.cli.check_model import check_model
 from lockstep.cli.doctor import doctor
@@ -48,6 +49,7 @@ app.command()(chat)
 app.command()(generate)
 app.command()(serve)
 app.add_typer(keys)
+app.add_typer(batch.app, name="batch")
 app.command()(models)
 app.command()(doctor)
 app.command("check-model")(check_model)
