@@ -94,7 +94,6 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> Server:
             that another server uses.
     """
     app = create_app(llm, config)
-    app.state.batches.open()
     settings = uvicorn.Config(
         app,
         log_config=None,  # the process has configured logging
@@ -115,4 +114,5 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> Server:
         settings.load()  # reads the certificates, so that a mistake shows before the model loads
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"the certificate or its key cannot be used: {error}") from None
+    app.state.batches.open()
     return Server(settings, app.state.operations)

@@ -11,7 +11,7 @@ import asyncio
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.datastructures import State
@@ -22,22 +22,15 @@ from lockstep.outputs import MAX_PRIORITY
 from lockstep.server.generation import Service
 from lockstep.types import Request
 
-if TYPE_CHECKING:
-    from lockstep.text import Tokenizer
-
 BACKGROUND = 1_000_000  # added to a line's own priority, so that a client's request comes first
 
 
 class BackgroundLLM(AsyncLLM):
-    """A door on a running engine whose requests yield to those of every other door."""
+    """A door on a started engine whose requests yield to those of every other door."""
 
     def __init__(self, llm: AsyncLLM) -> None:
+        vars(self).update(vars(llm))  # everything is shared
         self._llm = llm
-        self._client = llm.client
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._llm.tokenizer
 
     async def submit(
         self, requests: Sequence[Request], *, shown: frozenset[int] = frozenset()
