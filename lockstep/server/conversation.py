@@ -83,9 +83,9 @@ def prepare(service: Service, turn: Turn, sampling: SamplingParams) -> Prepared:
     functions = turn.callable()
     form = dialect.answer(tokenizer, ids, functions, turn.choice)
     grammar = constrain(form, turn.choice, sampling.grammar, dialect.control_ids)
-    if functions and grammar is not None and not sampling.stop:
+    if functions and grammar is not None and not (sampling.stop or sampling.stop_token_ids):
         # Calls cannot go wrong, so they are told of while they are written. Beside a
-        # response format, content may begin like a call.
+        # response format, content may begin like a call; a client's stop may cut one off.
         form = replace(form, eager=turn.choice.mode == "required" or sampling.grammar is None)
     if grammar is not sampling.grammar:
         sampling = replace(sampling, grammar=grammar)
