@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from lockstep.engine.client import EngineUnavailable
+from lockstep.outputs import GenerationError
 from lockstep.server import calls
 from lockstep.types import LockstepError, RequestError
 
@@ -125,6 +126,9 @@ def describe(error: Exception) -> tuple[int, ErrorReply, dict[str, str]]:
             return _reply(503, str(error), code=code, headers=headers)
         case StorageUnavailable():
             return _reply(507, str(error), code="storage_unavailable")
+        case GenerationError() if str(error).startswith("grammar: "):
+            # The client's own constraints leave nothing to write, or are too complex to follow.
+            return _reply(400, str(error), code="grammar_error")
         case LockstepError():
             return _reply(500, str(error), code="engine_error")
         case _:
