@@ -116,7 +116,7 @@ Cut cut(int64_t threads, int64_t panels, int64_t rows) {
   return c;
 }
 
-// Every tile of every panel: store(row, rows, panel, values [rows][PANELS * PANEL]).
+// Every tile of every panel: store_tile(row, rows, panel, values [rows][PANELS * PANEL]).
 template <typename T, int PANELS, typename F>
 void product(Pool* pool, const T* x, int64_t rows, int64_t k, const T* weight, int64_t panels,
              F&& store_tile) {
@@ -128,20 +128,32 @@ void product(Pool* pool, const T* x, int64_t rows, int64_t k, const T* weight, i
   const int64_t steps = steps_of<T>(k);
   if (rows == 0) return;
   const Cut c = cut(pool->threads(), panels, rows);
+  const int64_t panel = steps * PANEL;
   parallel(pool, c.groups * c.blocks, [&](int64_t task) {
     const int64_t first = task / c.blocks * c.group, begin = task % c.blocks * c.block;
     const int64_t last = std::min(first + c.group, panels);
     const int64_t end = std::min(begin + c.block, rows);
+    // Where this thread will probably go on after its last panel.
+    const int64_t after = (task + pool->threads()) / c.blocks * c.group;
+    // With one tile of rows the next panel would come no earlier than the hardware brings it.
+    const int64_t stride = end - begin > TILE_ROWS ? 64 : 0;
     alignas(64) float values[TILE_ROWS * PANEL * PANELS];
-    for (int64_t p = first; p < last; ++p)
+    for (int64_t p = first; p < last; ++p) {
+      const int64_t next = std::min(p + 1 < last ? p + 1 : after, panels - 1) * PANELS * panel;
+      const char* ahead = reinterpret_cast<const char*>(w + next);
+      const char* const ahead_end = ahead + PANELS * panel * int64_t(sizeof(E));
       for (int64_t r = begin; r < end; r += TILE_ROWS) {
         const int height = int(std::min<int64_t>(TILE_ROWS, end - r));
-        for (int half = 0; half < PANELS; ++half)
-          tile_rows<E, PANEL_VECS, true>(height, a + r * lda, lda,
-                                         w + (p * PANELS + half) * steps * PANEL, PANEL,
-                                         values + half * PANEL, PANELS * PANEL, steps);
+        for (int half = 0; half < PANELS; ++half) {
+          const int64_t step = ahead < ahead_end ? stride : 0;
+          tile_rows<E, PANEL_VECS, true>(height, a + r * lda, lda, w + (p * PANELS + half) * panel,
+                                         PANEL, values + half * PANEL, PANELS * PANEL, steps,
+                                         Ahead{ahead, step});
+          ahead += steps * step;
+        }
         store_tile(r, height, p, values);
       }
+    }
   });
 }
 
@@ -156,6 +168,19 @@ void linear(Pool* pool, const T* x, int64_t rows, const T* weight, int64_t n, in
   const int64_t panels = (n + PANEL - 1) / PANEL;
   product<T, 1>(pool, x, rows, k, weight, panels,
                 [&](int64_t row, int height, int64_t panel, const float* values) {
+                  const int64_t room = n - panel * PANEL;
+                  if (!bias && room >= PANEL) {  // almost every tile: no lane to leave out
+                    const T* res = residual ? residual + row * n + panel * PANEL : nullptr;
+                    Out* to = out + row * n + panel * PANEL;
+                    for (int i = 0; i < height; ++i, to += n)
+#pragma GCC unroll 2
+                      for (int v = 0; v < PANEL_VECS; ++v) {
+                        F16 y = load(values + i * PANEL + v * LANES);
+                        if (res) y = load(res + i * n + v * LANES) + cast<T>(y);
+                        store(to + v * LANES, y);
+                      }
+                    return;
+                  }
                   for (int i = 0; i < height; ++i)
                     for (int v = 0; v < PANEL_VECS; ++v) {
                       const int64_t at = panel * PANEL + v * LANES, left = n - at;
@@ -184,15 +209,24 @@ void gated(Pool* pool, const T* x, int64_t rows, const T* weight, int64_t f, int
   const int64_t panels = (f + PANEL - 1) / PANEL;
   product<T, 2>(pool, x, rows, k, weight, panels,
                 [&](int64_t row, int height, int64_t panel, const float* values) {
-                  for (int i = 0; i < height; ++i)
-                    for (int v = 0; v < PANEL_VECS; ++v) {
-                      const int64_t at = panel * PANEL + v * LANES, left = f - at;
-                      if (left <= 0) break;
-                      const float* gate = values + i * 2 * PANEL + v * LANES;
-                      F16 y = cast<T>(activate(cast<T>(load(gate)), activation));
-                      y = y * cast<T>(load(gate + PANEL));
-                      store_part(out + (row + i) * f + at, y, left);
+                  const int64_t at = panel * PANEL;
+                  T* to = out + row * f + at;
+                  auto value = [&](const float* gate) {
+                    return cast<T>(activate(cast<T>(load(gate)), activation)) *
+                           cast<T>(load(gate + PANEL));
+                  };
+                  for (int i = 0; i < height; ++i, values += 2 * PANEL, to += f) {
+                    if (f - at >= PANEL) {
+                      F16 y[PANEL_VECS];
+#pragma GCC unroll 4
+                      for (int v = 0; v < PANEL_VECS; ++v) y[v] = value(values + v * LANES);
+#pragma GCC unroll 4
+                      for (int v = 0; v < PANEL_VECS; ++v) store(to + v * LANES, y[v]);
+                    } else {
+                      for (int v = 0; v < PANEL_VECS; ++v)
+                        store_part(to + v * LANES, value(values + v * LANES), f - at - v * LANES);
                     }
+                  }
                 });
 }
 

@@ -72,10 +72,18 @@ struct VectorOf<uint32_t> {
   using type = VU;
 };
 
+// Lines that a tile brings near while it computes, one a step: memory is read all the time
+// instead of only when a tile meets new weights.
+struct Ahead {
+  const char* first;
+  int64_t stride;  // bytes; 0 asks for the same line again, which is free
+};
+
 // E is float (one k a step) or uint32_t (a bfloat16 pair a step). Strides in E.
 // FRESH tiles start at zero, others at what C holds.
 template <typename E, int ROWS, int VECS, bool FRESH>
-void tile(const E* a, int64_t lda, const E* b, int64_t ldb, float* c, int64_t ldc, int64_t steps) {
+void tile(const E* a, int64_t lda, const E* b, int64_t ldb, float* c, int64_t ldc, int64_t steps,
+          Ahead ahead) {
   using V = typename VectorOf<E>::type;
   constexpr int N = VECS * LANES / WIDTH;
   // Three rows an address register: with one each, x86 runs out and moves them through
@@ -94,6 +102,8 @@ void tile(const E* a, int64_t lda, const E* b, int64_t ldb, float* c, int64_t ld
 #pragma GCC unroll 8
     for (int j = 0; j < N; ++j) bv[j] = load_as<V>(b + j * WIDTH);
     b += ldb;
+    __builtin_prefetch(ahead.first, 0, 2);
+    ahead.first += ahead.stride;
 #pragma GCC unroll 16
     for (int i = 0; i < ROWS; ++i) {
       E av;
@@ -114,7 +124,7 @@ void tile(const E* a, int64_t lda, const E* b, int64_t ldb, float* c, int64_t ld
 }
 
 template <typename E>
-using Tile = void (*)(const E*, int64_t, const E*, int64_t, float*, int64_t, int64_t);
+using Tile = void (*)(const E*, int64_t, const E*, int64_t, float*, int64_t, int64_t, Ahead);
 
 template <typename E, int VECS, bool FRESH, size_t... I>
 constexpr std::array<Tile<E>, sizeof...(I)> tiles_of(std::index_sequence<I...>) {
@@ -124,10 +134,17 @@ constexpr std::array<Tile<E>, sizeof...(I)> tiles_of(std::index_sequence<I...>) 
 // Any number of rows from 1 to TILE_ROWS, by the tile of exactly that height.
 template <typename E, int VECS, bool FRESH>
 void tile_rows(int rows, const E* a, int64_t lda, const E* b, int64_t ldb, float* c, int64_t ldc,
-               int64_t steps) {
+               int64_t steps, Ahead ahead) {
   static constexpr auto kTiles =
       tiles_of<E, VECS, FRESH>(std::make_index_sequence<size_t(TILE_ROWS)>());
-  kTiles[size_t(rows - 1)](a, lda, b, ldb, c, ldc, steps);
+  kTiles[size_t(rows - 1)](a, lda, b, ldb, c, ldc, steps, ahead);
+}
+
+template <typename E, int VECS, bool FRESH>
+void tile_rows(int rows, const E* a, int64_t lda, const E* b, int64_t ldb, float* c, int64_t ldc,
+               int64_t steps) {
+  tile_rows<E, VECS, FRESH>(rows, a, lda, b, ldb, c, ldc, steps,
+                            Ahead{reinterpret_cast<const char*>(b), 0});
 }
 
 }  // namespace lk
