@@ -71,7 +71,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     ):
         app.include_router(router)
     errors.install(app)
-    app.state.batches = Batches(app)
+    app.state.batches = batches_running = Batches(app)
+    operations.metrics.batches = lambda: batches_running.in_progress
     app.state.responses = responses.make_store(config)
 
     @app.exception_handler(ClientGone)

@@ -28,6 +28,7 @@ access = logging.getLogger("lockstep.access")
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it shows in the access log
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/=+-]{1,128}")
+_ENDS = re.compile(r"/v1/(responses|batches)/[^/]+/cancel").fullmatch
 _POLLED = ("/health", "/ready", "/metrics", "/stats")  # every few seconds, by machines
 _CODES = {
     "requests": "rate_limit_exceeded",
@@ -187,8 +188,9 @@ class FrontDoor:
 
 
 def _asks_for_work(scope: Scope) -> bool:
-    """Whether limits and draining apply: to everything that is sent to be worked on."""
-    return scope["method"] == "POST" and not scope["path"].startswith("/admin/")
+    """Whether limits and draining apply: to what is sent to be worked on, not to its end."""
+    path: str = scope["path"]
+    return scope["method"] == "POST" and not path.startswith("/admin/") and not _ENDS(path)
 
 
 def _request_id(headers: Mapping[bytes, bytes]) -> str:

@@ -82,6 +82,8 @@ class Metrics:
         http: replies by (method, route, status). refused: error replies by code.
         key_tokens: by (key's name, "prompt" or "generation").
         in_flight: HTTP requests being worked for.
+        background: requests in the engine that no client waits for, such as lines of batches.
+        batches: batches in progress.
     """
 
     def __init__(self, llm: AsyncLLM, model: Callable[[], str], *, aliases: bool) -> None:
@@ -97,6 +99,8 @@ class Metrics:
         self.key_requests: Counter[str] = Counter()
         self.key_tokens: Counter[tuple[str, str]] = Counter()
         self.draining = False
+        self.background: Callable[[], int] = lambda: 0
+        self.batches: Callable[[], int] = lambda: 0
         self.time_to_first_token = Histogram(_SECONDS)
         self.inter_token_latency = Histogram(_TOKEN_SECONDS)
         self.time_per_output_token = Histogram(_TOKEN_SECONDS)
@@ -230,6 +234,10 @@ class Metrics:
             ("outcome",),
             (((outcome.value,), count) for outcome, count in self.outcomes.items()),
         )
+        yield _gauge(
+            "requests_in_background", "Of these, lines of batches.", self.background(), model
+        )
+        yield _gauge("batches_in_progress", "Files of requests at work.", self.batches(), model)
         ready = client.state is EngineState.READY
         yield _gauge("engine_up", "1 while the engine takes requests.", int(ready), model)
         yield _counter("engine_restarts", "Restarts of the engine process.", client.restarts, model)

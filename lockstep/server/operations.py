@@ -29,6 +29,14 @@ from lockstep.types import Request, RequestError
 prompts_log = logging.getLogger("lockstep.prompts")
 
 DRAIN_RETRY_SECONDS = 5.0
+# What clients call the prompt and the length of the answer, by route; elsewhere they have
+# names of the route's own, or none.
+_FIELDS = {
+    "/v1/completions": ("prompt", "max_tokens"),
+    "/v1/chat/completions": ("messages", "max_tokens"),
+    "/v1/responses": ("input", "max_output_tokens"),
+    "/v1/embeddings": ("input", ""),
+}
 
 
 class Operations:
@@ -49,6 +57,7 @@ class Operations:
         self.metrics = Metrics(llm, self._model_name, aliases=config.vllm_metric_names)
         self.tracer = Tracer(config.otlp_endpoint) if config.otlp_endpoint else None
         self.live: dict[str, Watch] = {}  # requests in the engine, by id
+        self.metrics.background = lambda: sum(not w.has_client for w in self.live.values())
         self._llm = llm
         self._leaving = False
         llm.doorkeeper = self
@@ -136,14 +145,16 @@ class Operations:
         call = calls.current.get()
         if self.draining and (call is None or call.ended):
             raise self.refusal()
-        return [self._within_limits(request) for request in requests]
+        fields = _FIELDS.get(call.path if call is not None else "", ("", ""))
+        return [self._within_limits(request, *fields) for request in requests]
 
-    def _within_limits(self, request: Request) -> Request:
+    def _within_limits(self, request: Request, prompt: str, output: str) -> Request:
         config, wanted = self.config, request.sampling.max_tokens
         if config.max_prompt_tokens and len(request.prompt) > config.max_prompt_tokens:
             raise RequestError(
                 f"the prompt has {len(request.prompt)} tokens, but this server takes "
                 f"{config.max_prompt_tokens} at most",
+                field=prompt,
                 code="prompt_too_long",
             )
         if not config.max_output_tokens:
@@ -153,9 +164,9 @@ class Operations:
             return replace(request, sampling=sampling)
         if wanted > config.max_output_tokens:
             raise RequestError(
-                f"max_tokens is {wanted}, but this server writes "
+                f"{output or 'max_tokens'} is {wanted}, but this server writes "
                 f"{config.max_output_tokens} at most",
-                field="max_tokens",
+                field=output,
                 code="max_tokens_too_large",
             )
         return request
@@ -188,8 +199,7 @@ class Watch:
         self._operations = operations
         self._metrics = operations.metrics
         # What runs behind a reply, such as a batch, has no client who could be told to wait.
-        background = call is None or call.ended
-        self._allowance = None if background else operations.allowance(call)
+        self._allowance = operations.allowance(call) if self.has_client else None
         self._arrived = submitted
         self._started = 0.0
         self._first = 0.0
@@ -203,6 +213,11 @@ class Watch:
         if operations.config.log_prompts:
             self._texts = [[] for _ in range(n)]
         self._accept()
+
+    @property
+    def has_client(self) -> bool:
+        """Whether somebody waits for it, unlike for a batch's line."""
+        return self.call is not None and not self.call.ended
 
     def is_called(self, name: str) -> bool:
         """Whether an operator may mean this request by `name`."""

@@ -179,13 +179,17 @@ def test_long_prompts_and_answers() -> None:
             return dict(reply.json()["error"])
 
         found = error("completions", prompt=LONG, max_tokens=1)
-        assert found["code"] == "prompt_too_long"
+        assert (found["code"], found["param"]) == ("prompt_too_long", "prompt")
         assert "50" in str(found["message"])
         assert "300" in str(found["message"]) or "301" in str(found["message"])
         found = error("completions", prompt="x", max_tokens=6)
         assert (found["code"], found["param"]) == ("max_tokens_too_large", "max_tokens")
         assert "6" in str(found["message"])
         assert "5" in str(found["message"])
+        found = error("responses", input="x", max_output_tokens=16)
+        assert (found["code"], found["param"]) == ("max_tokens_too_large", "max_output_tokens")
+        found = error("chat/completions", messages=[{"role": "user", "content": LONG}])
+        assert (found["code"], found["param"]) == ("prompt_too_long", "messages")
         long = [{"role": "user", "content": "one two three four five six seven eight nine"}]
         reply = httpx.post(
             f"{server.url}/v1/chat/completions", json={"model": "parrot", "messages": long}

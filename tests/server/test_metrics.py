@@ -29,8 +29,9 @@ PROMETHEUS_ACCEPTS = (
 FAIL, CRASH = 13, 14  # see tests.server.support.make_engine
 
 
-def scrape(url: str) -> Samples:
-    reply = httpx.get(f"{url}/metrics", headers={"accept": PROMETHEUS_ACCEPTS})
+def scrape(url: str, key: str = "none") -> Samples:
+    headers = {"accept": PROMETHEUS_ACCEPTS, "authorization": f"Bearer {key}"}
+    reply = httpx.get(f"{url}/metrics", headers=headers)
     assert reply.status_code == 200
     assert reply.headers["content-type"].startswith("text/plain; version=")
     return {
@@ -283,3 +284,29 @@ def test_every_metric_that_the_dashboard_and_the_alerts_name_exists(
             assert name in exist | keyed, f"{name} in {query}"
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids))
+
+
+def test_batches_are_gauged_and_charge_no_client() -> None:
+    body = {"model": "slow", "prompt": "one two three four five six seven", "max_tokens": 9}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    with ServerThread(lambda: fake_llm("slow"), tokens_per_minute=5, api_keys=("k",)) as server:
+        http = httpx.Client(base_url=server.url, headers={"authorization": "Bearer k"})
+
+        def gauges() -> tuple[float, float]:
+            samples = scrape(server.url, "k")
+            names = ("batches_in_progress", "requests_in_background")
+            return tuple(value(samples, f"lockstep:{name}") for name in names)  # type: ignore[return-value]
+
+        assert gauges() == (0, 0)
+        upload = {"file": ("in.jsonl", json.dumps(line).encode())}
+        file = http.post("/v1/files", data={"purpose": "batch"}, files=upload).json()
+        made = {"input_file_id": file["id"], "endpoint": "/v1/completions"}
+        batch = http.post("/v1/batches", json={**made, "completion_window": "24h"}).json()
+        wait_until(lambda: gauges() == (1, 1))
+        wait_until(lambda: gauges() == (0, 0))
+        assert http.get(f"/v1/batches/{batch['id']}").json()["request_counts"]["completed"] == 1
+        samples = scrape(server.url, "k")
+        assert adds_up(samples)
+        assert value(samples, "lockstep:generation_tokens_total") == 8
+        assert http.post("/v1/completions", json=body).status_code == 200, "nothing was charged"
+        assert http.post("/v1/completions", json=body).status_code == 429

@@ -41,6 +41,11 @@ class Batches:
         self._sender: Sender | None = None
 
     @property
+    def in_progress(self) -> int:
+        """Batches that are being checked or answered, or that wait for what they need."""
+        return len(self._active)
+
+    @property
     def store(self) -> Store:
         """The directory.
 
