@@ -116,6 +116,8 @@ class SchedulerConfig:
             others are running (keeps a long prompt from starving them).
         max_context: most tokens (prompt plus output) of a sequence; 0 means the model's own.
         max_queue: waiting requests beyond which a submit is refused; 0 means no limit.
+        overlap: plan the next step while the device works; None does so on CUDA. It moves
+            no bit; without it a defect can be placed.
     """
 
     max_step_tokens: int = 0
@@ -123,8 +125,11 @@ class SchedulerConfig:
     max_chunk_tokens: int = 0
     max_context: int = 0
     max_queue: int = 0
+    overlap: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.overlap is not None:
+            _boolean("overlap", self.overlap)
         _at_least("max_step_tokens", self.max_step_tokens, 0)
         _at_least("max_sequences", self.max_sequences, 0)
         _at_least("max_chunk_tokens", self.max_chunk_tokens, 0)
@@ -139,6 +144,7 @@ class SchedulerConfig:
             max_step_tokens=self.max_step_tokens or defaults["max_step_tokens"],
             max_sequences=self.max_sequences or defaults["max_sequences"],
             max_chunk_tokens=self.max_chunk_tokens or defaults["max_chunk_tokens"],
+            overlap=device.startswith("cuda") if self.overlap is None else self.overlap,
         )
 
 

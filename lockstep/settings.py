@@ -26,6 +26,7 @@ class EngineSettings(TypedDict, total=False):
     max_chunk_tokens: int
     max_context: int
     max_queue: int
+    overlap: bool
 
 
 _ROOMS: dict[str, tuple[str, str]] = {
@@ -41,6 +42,7 @@ _ROOMS: dict[str, tuple[str, str]] = {
             "max_chunk_tokens",
             "max_context",
             "max_queue",
+            "overlap",
         )
     },
 }

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from lockstep.runner.bans import forbidden, without
-from lockstep.runner.plan import Plan, RunResult, SampleSpec, StepResult, TokenRun
+from lockstep.runner.plan import Launched, Plan, RunResult, SampleSpec, StepResult, TokenRun
 from lockstep.text.grammar_matcher import has
 from lockstep.types import LayerGroup, TokenLogprob
 
@@ -97,6 +98,9 @@ class FakeExecutor:
         self.fails = fails
         self.plans: list[Plan] = []
         self.keep_plans = True
+        self.ahead = 0  # steps that followed one whose result was not known
+        self._drawn: list[int | None] = []  # by the step that was begun last
+        self._failed = False  # that step
         self._content: list[dict[int, list[int]]] = [{} for _ in groups]
         self._known: dict[int, list[int]] = {}  # sequence -> hashes of its history
 
@@ -105,6 +109,35 @@ class FakeExecutor:
             return self._execute(plan)
         except (AssertionError, LookupError, TypeError) as error:
             raise ContractViolation(f"step {plan.step}: {error}") from error
+
+    def launch(self, plan: Plan) -> Launched:
+        """As a device does it: steps run in the order in which they are begun, on what the
+        plan said then; what came of one, or went wrong, is told when it is asked for."""
+        follows = any(run.follows is not None for run in plan.runs)
+        self.ahead += follows
+        if follows and self._failed:  # on a device it would compute what nobody asks for
+            return Launched(False, _raises("the step before failed"))
+        settled = replace(plan, runs=tuple(self._settled(run) for run in plan.runs))
+        self._failed = False
+        try:
+            result = self.execute(settled)
+        except RuntimeError as error:
+            self._failed = True
+            return Launched(True, _raises(str(error)))
+        self._drawn = [run.token for run in result.runs]
+        return Launched(all(map(_only_draws, plan.runs)), lambda: result)
+
+    def _settled(self, run: TokenRun) -> TokenRun:
+        run = replace(run, pages=tuple(list(table) for table in run.pages))
+        if run.follows is None:
+            return run
+        token, spec = self._drawn[run.follows], run.sample
+        assert token is not None, "a run follows one that drew nothing"
+        assert spec is not None, "a run that follows draws"
+        assert tuple(run.tokens) == (0,)
+        return replace(
+            run, tokens=(token,), sample=replace(spec, history=[*spec.history, token]), follows=None
+        )
 
     def _execute(self, plan: Plan) -> StepResult:
         if self.keep_plans:
@@ -246,3 +279,22 @@ def logprob_of(token: int) -> float:
 def _logprob(token: int, given: Sequence[int] = ()) -> TokenLogprob:
     value = logprob_of(token)
     return TokenLogprob(token, value, 1, ((token, value),), tuple(map(logprob_of, given)))
+
+
+def _only_draws(run: TokenRun) -> bool:
+    """Whether a runner draws it on the device, from logits as they are."""
+    spec = run.sample
+    return (
+        spec is not None
+        and spec.allowed is None
+        and spec.params.logprobs is None
+        and not spec.params.logprob_token_ids
+        and not run.prompt_targets
+    )
+
+
+def _raises(text: str) -> Callable[[], StepResult]:
+    def result() -> StepResult:
+        raise RuntimeError(text)
+
+    return result

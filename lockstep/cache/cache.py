@@ -391,9 +391,11 @@ class PrefixCache:
         for _, key, page in journal.adopted:
             self._unwritten.discard((key[0], page))
         for lease, index, place, page in journal.swaps:
-            own = lease.tables[index][place]
-            lease.tables[index][place] = page
-            self._release(index, own)
+            table = lease.tables[index]
+            own = table[place] if place < len(table) else -1
+            if own >= 0:
+                table[place], page = page, own
+            self._release(index, page)  # the tree's own page where the lease ended, or moved on
         for index, page in journal.pins:
             self._release(index, page)
 
@@ -470,10 +472,10 @@ class PrefixCache:
         lease.node.pins -= 1
         lease.node = node
 
-    def check_integrity(self, leases: Iterable[Lease], journal: StepJournal | None = None) -> None:
+    def check_integrity(self, leases: Iterable[Lease], *journals: StepJournal) -> None:
         """Raise `PoolError` unless every reference has exactly one holder that is known.
 
-        O(pool). Args: every live lease, and the journal of a plan that has not ended.
+        O(pool). Args: every live lease, and the journals of plans that have not ended.
         """
         books = Books(self.pool, self.tree, self._owner, self._idle, self._idle_pages)
-        books.check(leases, journal)
+        books.check(leases, journals)

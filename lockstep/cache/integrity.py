@@ -28,9 +28,9 @@ class Books:
     idle: Collection[tuple[int, int]]
     idle_pages: list[int]
 
-    def check(self, leases: Iterable[Lease], journal: StepJournal | None) -> None:
+    def check(self, leases: Iterable[Lease], journals: Iterable[StepJournal]) -> None:
         """Raise `PoolError` unless every page's references equal its holders: entries of
-        these leases, components of the tree, and what the journal's plan holds."""
+        these leases, components of the tree, and what the journals' plans hold."""
         self.pool.check_integrity()
         live: Counter[tuple[int, int]] = Counter()
         pins: Counter[int] = Counter()
@@ -38,7 +38,7 @@ class Books:
             pins[id(lease.node)] += 1
             for group, table in enumerate(lease.tables):
                 live.update((group, page) for page in table if page >= 0)
-        if journal is not None:
+        for journal in journals:
             live.update(journal.pins)
             live.update((group, page) for _, group, _, page in journal.swaps)
         self._check_references(live + self._check_nodes(pins))

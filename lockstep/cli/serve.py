@@ -223,6 +223,14 @@ def serve(
             help="Sequences that run at once; 0 is the device's default.", rich_help_panel="Engine"
         ),
     ] = 0,
+    no_overlap: Annotated[
+        bool,
+        typer.Option(
+            "--no-overlap",
+            help="Plan each step after the one before it, on CUDA too; no bit moves.",
+            rich_help_panel="Engine",
+        ),
+    ] = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     backend: options.BackendName = "auto",
@@ -250,6 +258,8 @@ def serve(
     )
     settings["max_queue"] = max_queue
     settings["max_sequences"] = max_sequences
+    if no_overlap:
+        settings["overlap"] = False
     style: Any = log_format  # checked there
     server = ServerConfig(
         host=host,

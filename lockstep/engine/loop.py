@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 
 from lockstep.cache import PrefixCache
 from lockstep.cache.groups import make_groups
 from lockstep.cache.pool import PagePool
 from lockstep.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 from lockstep.engine.scheduler import Scheduler, check_result
-from lockstep.runner.plan import Executor
+from lockstep.runner.plan import Executor, Launched, Launcher, Plan, StepResult
 from lockstep.text.grammar_matcher import CompiledGrammar, GrammarCompiler
 from lockstep.types import EngineInfo, EngineStats, Request, RequestError, SequenceOutput
 
@@ -20,6 +22,10 @@ class Engine:
     """Requests in, outputs out; one thread calls every method.
 
     A step that raises ends its own sequences with `FinishReason.ERROR`; the engine goes on.
+
+    With `SchedulerConfig.overlap` the next step is planned and begun while the device works
+    on the one before it, where the scheduler and the executor can (`schedule_ahead`,
+    `Launcher`). The plain loop beside it gives the same bits.
 
     Args:
         executor: runs plans; a `Runner`, or a fake without a model.
@@ -61,6 +67,8 @@ class Engine:
         layers = (0, executor.num_layers)
         self._scheduler = Scheduler(self._cache, scheduler_config, layers, self.info.fingerprint)
         self._outbox: list[SequenceOutput] = []  # outputs of what happened between steps
+        self._overlap = bool(scheduler_config.overlap) and isinstance(executor, Launcher)
+        self._under_way: deque[tuple[Plan, Launched]] = deque()  # the next to end first
 
     @classmethod
     def from_config(
@@ -186,36 +194,74 @@ class Engine:
 
     def cancel(self, request_id: str, choice: int | None = None) -> None:
         """End a request, or one choice of it; the next step reports it. Unknown ids are ignored."""
+        self._settle()
         self._outbox.extend(self._scheduler.cancel(request_id, choice))
 
     # --- steps --------------------------------------------------------------------------
 
     def has_work(self) -> bool:
         """Whether `step` has something to run or to report."""
+        if not self._scheduler.has_work:
+            self._settle()  # a step ahead of the last token: nobody's, and all that is left
         return self._scheduler.has_work or bool(self._outbox)
 
     def step(self) -> list[SequenceOutput]:
-        """Plan and run one step.
+        """Plan and run one step; or, where one is under way, begin the next and end that.
 
         Returns cancellations since the last step, then one output per sequence that drew a
         token or ended, in the plan's order. An empty list while prompts are computed.
         """
         if self._executor is None:
             raise RequestError("the engine is closed", code="closed")
-        plan = self._scheduler.schedule(time.monotonic())
-        if plan is not None:
-            try:
-                result = self._executor.execute(plan)
-                check_result(plan, result)
-            except BaseException as error:
-                text = f"{type(error).__name__}: {error}"
-                self._outbox.extend(self._scheduler.fail(plan, text))
-                if not isinstance(error, Exception):  # an interrupt is not the step's fault
-                    raise
-            else:
-                self._outbox.extend(self._scheduler.complete(plan, result))
+        while self._under_way and self._scheduler.is_void:
+            self._end_step()
+        if not self._under_way:
+            plan = self._scheduler.schedule(time.monotonic())
+            if plan is not None:
+                self._launch(plan)
+        if self._under_way:
+            if self._under_way[0][1].draws:
+                plan = self._scheduler.schedule_ahead()
+                if plan is not None:
+                    self._launch(plan)
+            self._end_step()
         outputs, self._outbox = self._outbox, []
         return outputs
+
+    def _launch(self, plan: Plan) -> None:
+        """Begin a step; what it raises is raised again when the step is ended."""
+        executor = self._executor
+        assert executor is not None
+        launched = Launched(False, lambda: executor.execute(plan))
+        if self._overlap and isinstance(executor, Launcher):
+            try:
+                launched = executor.launch(plan)
+            except BaseException as error:
+                launched = Launched(False, _raises(error))
+        self._under_way.append((plan, launched))
+
+    def _end_step(self) -> None:
+        """Wait for the first step under way and take in what came of it."""
+        plan, launched = self._under_way.popleft()
+        try:
+            result = launched.result()
+            check_result(plan, result)
+        except BaseException as error:
+            for _, behind in self._under_way:  # it went on from tokens that nobody knows
+                with suppress(Exception):
+                    behind.result()
+            self._under_way.clear()
+            text = f"{type(error).__name__}: {error}"
+            self._outbox.extend(self._scheduler.fail(plan, text))
+            if not isinstance(error, Exception):  # an interrupt is not the step's fault
+                raise
+        else:
+            self._outbox.extend(self._scheduler.complete(plan, result))
+
+    def _settle(self) -> None:
+        """End every step under way; the outputs are told by the next `step`."""
+        while self._under_way:
+            self._end_step()
 
     def stats(self) -> EngineStats:
         """Gauges and counters as they stand."""
@@ -223,15 +269,17 @@ class Engine:
 
     def flush_cache(self) -> None:
         """Forget every cached prefix that no live sequence uses."""
+        self._settle()
         self._cache.flush()
 
     def check_integrity(self) -> None:
         """Raise `PoolError` if a page is lost or counted wrongly. O(pool); for tests and idling."""
         leases = [s.lease for s in self._scheduler.running if s.lease is not None]
-        self._cache.check_integrity(leases)
+        self._cache.check_integrity(leases, *self._scheduler.journals)
 
     def close(self) -> None:
         """Cancel everything and let go of the executor; closing twice is fine."""
+        self._settle()
         for request_id in list(self._scheduler.requests):
             self._scheduler.cancel(request_id)
         self._outbox.clear()
@@ -256,6 +304,13 @@ def _check_outputs(request: Request) -> None:
         raise RequestError(
             "a pooled request has max_tokens 0, n 1 and no prompt_logprobs", field="pooling"
         )
+
+
+def _raises(error: BaseException) -> Callable[[], StepResult]:
+    def result() -> StepResult:
+        raise error
+
+    return result
 
 
 def _describe(executor: Executor, max_context: int) -> EngineInfo:

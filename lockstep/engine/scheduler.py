@@ -19,6 +19,7 @@ left to preempt, a sequence sits the step out.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -107,9 +108,11 @@ def check_result(plan: Plan, result: StepResult) -> None:
 class Scheduler:
     """Continuous batching over a `PrefixCache`.
 
-    `schedule` and `complete` (or `fail`) alternate; `add` and `cancel` come between a
-    complete and the next schedule. Ownership: the scheduler owns the leases of running
-    sequences. Failure: `fail` ends the plan's sequences and undoes what it registered.
+    `schedule` and `complete` (or `fail`) alternate; `cancel` comes between a complete and
+    the next schedule, `add` at any time. Behind a plan under way `schedule_ahead` may make
+    one more, which is then the next to complete. Ownership: the scheduler owns the leases
+    of running sequences. Failure: `fail` ends the plan's sequences and undoes what it
+    registered, and what a plan behind it did.
 
     Args:
         cache: pages and prefixes; must hold any single sequence that is added.
@@ -126,7 +129,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank
         self.requests: dict[str, list[Sequence]] = {}  # live ones
-        self._under_way: _Draft | None = None
+        self._under_way: deque[_Draft] = deque()  # the next to complete first
+        self._stalled = False  # the queue waits for pages or a place, and none came free since
         self._alone: Sequence | None = None  # see `_restart`
         self._step = 0
         self._now = 0.0
@@ -155,12 +159,13 @@ class Scheduler:
             self._next_number += 1
             insort(self.waiting, sequence, key=_by_rank)
             sequences.append(sequence)
+        self._stalled = False
         self.requests[request.id] = sequences
         self._counts["submitted"] += len(sequences)
 
     def cancel(self, request_id: str, choice: int | None = None) -> list[SequenceOutput]:
         """End a request, or one choice of it; unknown ones give no output."""
-        if self._under_way is not None:
+        if self._under_way:
             raise LockstepError("cancel() called before the last plan's complete() or fail()")
         outputs = []
         for sequence in list(self.requests.get(request_id, ())):
@@ -192,7 +197,7 @@ class Scheduler:
         """The next step, or None when nothing is to do. Pages are taken, copies listed, and
         pages that the step fills are registered for sharing; `complete` or `fail` follows.
         `now` is only noted as `started` of what the step admits."""
-        if self._under_way is not None:
+        if self._under_way:
             raise LockstepError("schedule() called before the last plan's complete() or fail()")
         self._step += 1
         self._now = now
@@ -204,18 +209,82 @@ class Scheduler:
         if not draft.runs:
             self.cache.rollback(draft.journal)
             return None
-        self._under_way = draft
+        return self._begin(draft)
+
+    def schedule_ahead(self) -> Plan | None:
+        """The step behind the one under way, of which every run draws a token: each sequence
+        that goes on takes one step more, from the token drawn there, whatever it is.
+
+        None where `schedule` could do better: somebody is to be admitted, a sequence sits the
+        step out, pages are short, or nobody is known to go on. A token that ends a sequence
+        makes its run of this plan void, and `complete` leaves it out.
+        """
+        if len(self._under_way) != 1:
+            raise LockstepError("schedule_ahead() goes behind exactly one plan under way")
+        before = self._under_way[0]
+        members = [(i, s) for i, s in enumerate(before.members) if s.state is State.RUNNING]
+        if self._alone is not None or len(members) != len(self.running):
+            return None
+        if self.waiting and not self._stalled:
+            return None
+        # The token that is being drawn is the last where it makes the sequence full.
+        members = [(i, s) for i, s in members if len(s.tokens) + 1 < s.max_len]
+        if not members or not all(self._room_ahead(sequence) for _, sequence in members):
+            return None
+        draft = _Draft(self._step + 1, 0)
+        for index, sequence in members:
+            self._follow(sequence, index, draft)
+        self._step += 1
+        return self._begin(draft)
+
+    def _begin(self, draft: _Draft) -> Plan:
+        self._under_way.append(draft)
         self._counts["steps"] += 1
-        return Plan(self._step, tuple(draft.runs), tuple(draft.copies))
+        return Plan(draft.step, tuple(draft.runs), tuple(draft.copies))
+
+    def _room_ahead(self, sequence: Sequence) -> bool:
+        """Whether the token being drawn has a page to stand on, now or without preemption."""
+        lease, start = sequence.lease, sequence.computed
+        assert lease is not None
+        if start < lease.covered:
+            return True
+        self.cache.trim(lease, start)
+        return self.cache.grow(lease, start, start + 1)
+
+    def _follow(self, sequence: Sequence, index: int, draft: _Draft) -> None:
+        """Plan the token that run `index` of the plan under way draws."""
+        lease, start = sequence.lease, sequence.computed
+        assert lease is not None
+        if start % self.cache.page_tokens == 0:
+            # What that plan fills. It could not be published there if it was made ahead too.
+            self.cache.publish(lease, sequence.tokens, start, draft.journal)
+        draft.runs.append(
+            TokenRun(
+                sequence.number,
+                start,
+                (0,),
+                lease.tables,
+                sequence.layers,
+                logits=1,
+                sample=sequence.sample_spec(ahead=1),
+                follows=index,
+            )
+        )
+        draft.members.append(sequence)
+        sequence.computed += 1
+        sequence.attained += 1
+        sequence.planned = draft.step
 
     def complete(self, plan: Plan, result: StepResult) -> list[SequenceOutput]:
         """Take in the results of the plan under way, which `check_result` has accepted;
         outputs in the plan's order."""
         draft = self._take(plan)
         self.cache.commit(draft.journal)
-        self._counts["computed_tokens"] += plan.num_tokens
         outputs = []
         for sequence, run, drawn in zip(draft.members, plan.runs, result.runs, strict=True):
+            if sequence.state is State.ENDED:  # with the token that this run followed
+                continue
+            self._counts["computed_tokens"] += len(run.tokens)
             if drawn.error:
                 assert sequence.lease is not None
                 self.cache.forget(sequence.lease)
@@ -245,6 +314,8 @@ class Scheduler:
         sequence.tokens.append(token)
         self._counts["generated_tokens"] += 1
         finish = sequence.finish_after(token)
+        if finish is not None:  # a plan ahead may be computing its row
+            sequence.computed = len(sequence.tokens) - 1
         output = SequenceOutput(
             sequence.request.id,
             sequence.choice,
@@ -276,8 +347,24 @@ class Scheduler:
     def fail(self, plan: Plan, error: str) -> list[SequenceOutput]:
         """The plan under way raised: its sequences end with ERROR, all others go on."""
         draft = self._take(plan)
+        while self._under_way:
+            self.cache.rollback(self._under_way.pop().journal)
         self.cache.rollback(draft.journal)
-        return [self._fail(sequence, error) for sequence in draft.members]
+        return [
+            self._fail(sequence, error)
+            for sequence in draft.members
+            if sequence.state is not State.ENDED
+        ]
+
+    @property
+    def is_void(self) -> bool:
+        """Whether every sequence of the plan under way ended with the token it followed."""
+        return all(s.state is State.ENDED for s in self._under_way[0].members)
+
+    @property
+    def journals(self) -> list[StepJournal]:
+        """Of the plans under way, for `PrefixCache.check_integrity`."""
+        return [draft.journal for draft in self._under_way]
 
     def _fail(self, sequence: Sequence, error: str) -> SequenceOutput:
         """End a sequence with ERROR; nothing that it computed stays in the tree."""
@@ -286,11 +373,9 @@ class Scheduler:
         return replace(self._end(sequence, FinishReason.ERROR), error=error)
 
     def _take(self, plan: Plan) -> _Draft:
-        draft = self._under_way
-        if draft is None or draft.step != plan.step:
+        if not self._under_way or self._under_way[0].step != plan.step:
             raise LockstepError(f"step {plan.step} is not the plan under way")
-        self._under_way = None
-        return draft
+        return self._under_way.popleft()
 
     @staticmethod
     def _prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprob | None, ...] | None:
@@ -342,6 +427,7 @@ class Scheduler:
         begun.sort(key=lambda s: (s.rank[0], s.attained, s.number))
         queue = self._admissible(list(self.waiting))
         newcomer = next(queue, None)
+        skipped = False
         looks = self.config.max_sequences  # lookups in vain, so that a long queue costs little
         while draft.budget > 0 and (begun or newcomer is not None):
             if newcomer is not None and (not begun or newcomer.rank[0] <= begun[0].rank[0]):
@@ -349,6 +435,8 @@ class Scheduler:
                 looks -= outcome is _Admission.SKIPPED
                 blocked = outcome is _Admission.BLOCKED or looks == 0
                 newcomer = None if blocked else next(queue, None)
+                self._stalled = outcome is _Admission.BLOCKED and not skipped
+                skipped |= outcome is _Admission.SKIPPED
             else:
                 sequence = begun.pop(0)
                 # Not preempted by one before it, nor then admitted anew: that was its chunk.
@@ -380,7 +468,7 @@ class Scheduler:
             if count == 0:
                 return False
         end = start + count
-        if count > 1 or end % size == 0:
+        if count > 1 or end % size == 0 or start % size == 0:
             self.cache.publish(lease, sequence.tokens, end, draft.journal, tail=count > 1)
         rows, targets = sequence.logit_rows(start, end)
         draft.runs.append(
@@ -538,6 +626,7 @@ class Scheduler:
     def _to_waiting(self, sequence: Sequence) -> None:
         sequence.lease = None
         sequence.computed = 0
+        self._stalled = False
         if self._alone is sequence:
             self._alone = None
         self._move(sequence, self.running, self.waiting, State.WAITING)
@@ -549,6 +638,7 @@ class Scheduler:
             sequence.lease = None
         self._remove(sequence, self.running if sequence.state is State.RUNNING else self.waiting)
         sequence.state = State.ENDED
+        self._stalled = False
         sequence.waits_for = None
         if self._alone is sequence:
             self._alone = None

@@ -36,7 +36,8 @@ class Sequence:
         rank: (priority, number): the smaller, the more important.
         tokens: prompt and output ids so far. prompt_len: how many are prompt.
         computed: positions below it have keys and values, or get them in the plan
-            that is under way; less than len(tokens) until the sequence ends.
+            that is under way; less than len(tokens) until the sequence ends, but for the
+            time in which a second plan follows the one under way.
         attained: tokens computed since it was last admitted.
         max_len: the sequence ends with LENGTH when it has this many tokens.
         cached_tokens: prompt tokens taken from the cache at the first admission; -1 before.
@@ -165,14 +166,15 @@ class Sequence:
         """False for a request that only scores or warms the cache (max_tokens = 0)."""
         return self.max_len > self.prompt_len
 
-    def sample_spec(self) -> SampleSpec:
-        """How to draw the next token; what a grammar allows is under computation from here on."""
+    def sample_spec(self, ahead: int = 0) -> SampleSpec:
+        """How to draw the next token, or the one `ahead` tokens behind it; what a grammar
+        allows is under computation from here on."""
         request = self.request
         return SampleSpec(
             request.sampling,
             request.sampling.seed or 0,
             self.choice,
-            len(self.tokens) - self.prompt_len,
+            len(self.tokens) - self.prompt_len + ahead,
             self.tokens,
             self.prompt_len,
             request.stop_ids,

@@ -174,8 +174,10 @@ class DecodeGraphs:
         if progress is not None:
             progress("capturing decode graphs", 1.0)
 
-    def run(self, plan: Plan) -> Tensor | None:
+    def run(self, plan: Plan, feed: Callable[[Tensor], None] | None = None) -> Tensor | None:
         """Hidden rows [len(plan.runs), D], or None where the plan is not for a graph.
+
+        `feed` puts ids that the device alone knows into the int32 [rows] that it is given.
 
         Raises:
             ValueError: a row stands on no page.
@@ -197,6 +199,8 @@ class DecodeGraphs:
         host = self._host[self._turn]
         self._fill(plan, layout, host.numpy())
         self._device[: layout.size].copy_(host[: layout.size], non_blocking=True)
+        if feed is not None:
+            feed(layout.views(self._device)[0])
         graph.captured.replay()
         return graph.captured.output[: len(runs)]
 

@@ -6,9 +6,9 @@ driven by a simulator without a model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +81,8 @@ class TokenRun:
             wanted: how many alternatives and which given ids to report, raw or
             processed. None reports the targets alone.
         pooling: the last `logits` rows need no logits: their hidden states are pooled.
+        follows: the run, by its index in the plan before, whose drawn id is this run's only
+            token; `tokens` is (0,) in its place. None where the tokens are known.
     """
 
     sequence: int
@@ -94,6 +96,7 @@ class TokenRun:
     sample: SampleSpec | None = None
     prompt_params: SamplingParams | None = None
     pooling: Pooling = ""
+    follows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,20 @@ class StepResult:
     runs: tuple[RunResult, ...] = field(default_factory=tuple)
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that was begun.
+
+    Attributes:
+        draws: every run draws its token on the device, from logits as they are, so that
+            a step whose runs `follow` these may be begun before the result is known.
+        result: waits for the step; raises what went wrong with it. Called once.
+    """
+
+    draws: bool
+    result: Callable[[], StepResult]
+
+
 class Executor(Protocol):
     """What the engine needs of a runner; a scripted fake satisfies it in tests.
 
@@ -178,4 +195,17 @@ class Executor(Protocol):
 
     def execute(self, plan: Plan) -> StepResult:
         """Run one step. Raises on failure; then no row of the plan counts as computed."""
+        ...
+
+
+@runtime_checkable
+class Launcher(Protocol):
+    """An `Executor` that can begin a step and tell its result later.
+
+    Steps run in the order in which they are begun. What a plan refers to (page tables,
+    tokens) is read before `launch` returns.
+    """
+
+    def launch(self, plan: Plan) -> Launched:
+        """Begin a step; `execute` is to launch it and wait. Raises as `execute` does."""
         ...

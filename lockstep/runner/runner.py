@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from lockstep.runner.batch import BatchBuilder, StepBatch
 from lockstep.runner.graphs import Capture, CudaCapture, DecodeGraphs
 from lockstep.runner.memory import default_pool_bytes, largest_steps, plan_pool
 from lockstep.runner.penalties import is_plain
-from lockstep.runner.plan import PageCopy, Plan, RunResult, SampleSpec, StepResult
+from lockstep.runner.plan import Launched, PageCopy, Plan, RunResult, SampleSpec, StepResult
 from lockstep.runner.pooling import pool
 from lockstep.runner.sampler import Draw, Sampler, wants_logprob
 from lockstep.types import EngineInfo, LayerGroup, SamplingParams, TokenLogprob
@@ -109,6 +111,7 @@ class Runner:
         self._sampler = Sampler(backend, self.vocab_size)
         self._chunk_rows = max(16, _LOGIT_BYTES[backend.kind] // (4 * self.vocab_size))
         self._graphs: DecodeGraphs | None = None
+        self._drawn: Tensor | None = None  # ids of the step that was begun last
         limit = min(max_context or model.max_context, model.max_context)
         size = torch.empty((), dtype=model.dtype).element_size()
         slab = plan_pool(self.groups, page_tokens, 2**62).slab
@@ -205,6 +208,49 @@ class Runner:
             return StepResult(plan.step, tuple(RunResult() for _ in plan.runs))
         return self._finish(plan, batch, exits)
 
+    def launch(self, plan: Plan) -> Launched:
+        """See `Launcher`. A step that only draws is begun, and its ids stay on the device
+        for runs that follow; any other is run to its end.
+
+        Raises:
+            ValueError: a plan that makes no sense.
+        """
+        with quiet_torch(self.backend):
+            if not plan.runs or not self._only_draws(plan):
+                if any(run.follows is not None for run in plan.runs):
+                    raise ValueError("a run that follows must be one that only draws")
+                result = self._execute(plan)
+                return Launched(False, lambda: result)
+            self._copy_pages(plan.copies)
+            drawn, report = self._draw_ids(plan, self._exits(plan))
+            self._drawn = drawn
+            return Launched(True, partial(_results_of, plan, _fetch(report)))
+
+    def _exits(self, plan: Plan) -> Tensor:
+        """Hidden rows [R, D] of a plan of which every run has one row of logits."""
+        follows = plan.runs[0].follows is not None
+        feed = partial(self._feed, plan) if follows else None
+        captured = None if self._graphs is None else self._graphs.run(plan, feed)
+        if captured is not None:
+            return captured
+        batch = self._builder.build(plan)
+        if feed is not None:
+            feed(batch.ids)
+        return self._trunk(batch)
+
+    def _feed(self, plan: Plan, ids: Tensor) -> None:
+        """Put what the step before drew into the ids of the runs that follow it."""
+        sources = [run.follows for run in plan.runs]
+        drawn = self._drawn
+        if drawn is None or None in sources:
+            raise ValueError("a run follows a step that drew nothing, or not every run does")
+        if sources != list(range(drawn.shape[0])):
+            at = torch.tensor(sources, dtype=torch.int64)
+            if ids.device.type == "cuda":
+                at = at.pin_memory().to(ids.device, non_blocking=True)
+            drawn = drawn.index_select(0, at)
+        ids[: drawn.shape[0]].copy_(drawn)
+
     @torch.inference_mode()
     def logits(self, plan: Plan) -> list[Tensor]:
         """As `execute`, but the logits that each run asks for: float32 [run.logits, V].
@@ -298,15 +344,15 @@ class Runner:
         )
 
     def _draw_all(self, plan: Plan, exits: Tensor) -> StepResult:
-        """One token a run; ids and soundness reach the host together, the step's only sync."""
+        """One token a run."""
+        return _results_of(plan, self._draw_ids(plan, exits)[1].tolist)
+
+    def _draw_ids(self, plan: Plan, exits: Tensor) -> tuple[Tensor, Tensor]:
+        """Drawn ids [R], and [2, R] of them and their rows' soundness: what the host must know
+        of a step, in one tensor."""
         specs = [run.sample for run in plan.runs if run.sample is not None]
         drawn = self._sampler.draw_ids(self.model.head(exits), specs)
-        tokens, finite = torch.stack([drawn, finite_rows(exits).to(drawn.dtype)]).tolist()
-        results = (
-            RunResult(token, error="" if good else NOT_FINITE)
-            for token, good in zip(tokens, finite, strict=True)
-        )
-        return StepResult(plan.step, tuple(results))
+        return drawn, torch.stack([drawn, finite_rows(exits).to(drawn.dtype)])
 
     def _score_targets(
         self, logits: Tensor, chunk: Sequence[_Row], scores: dict[int, list[TokenLogprob]]
@@ -369,6 +415,32 @@ class Runner:
             load_seconds=self.identity.load_seconds,
             hidden_size=self.model.hidden_size,
         )
+
+
+def _fetch(report: Tensor) -> Callable[[], list[list[int]]]:
+    """Begin to copy a tensor to the host; the result waits for the copy."""
+    if report.device.type != "cuda":
+        return report.tolist
+    host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
+    host.copy_(report, non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+
+    def fetched() -> list[list[int]]:
+        done.synchronize()
+        return cast("list[list[int]]", host.tolist())
+
+    return fetched
+
+
+def _results_of(plan: Plan, fetch: Callable[[], list[list[int]]]) -> StepResult:
+    """The result of a step that only draws, from its report (`Runner._draw_ids`)."""
+    tokens, finite = fetch()
+    results = (
+        RunResult(token, error="" if good else NOT_FINITE)
+        for token, good in zip(tokens, finite, strict=True)
+    )
+    return StepResult(plan.step, tuple(results))
 
 
 def finite_rows(exits: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from functools import cache
 
 import pytest
+import torch
 
-from lockstep.config import CacheConfig, SchedulerConfig
+from lockstep.config import CacheConfig, EngineConfig, ModelOptions, SchedulerConfig
 from lockstep.engine.loop import Engine
 from lockstep.text import Tokenizer
 from lockstep.text.grammar_matcher import GrammarCompiler
@@ -290,3 +291,38 @@ def test_masks_are_computed_while_the_step_runs() -> None:
     executor._read = timed  # type: ignore[assignment,method-assign]
     run(constrained("r", Grammar("json_object"), 12), target=engine(executor))
     assert sorted(waited)[len(waited) // 2] < 0.02
+
+
+def test_a_crowd_on_a_real_model_equals_each_alone() -> None:
+    """SmolLM2 in a pool that holds two or three of these sequences: tokens and logprobs."""
+    tokenizer()  # skips where it is not installed
+    config = EngineConfig(
+        ModelOptions("smollm2", device="cpu", threads=1), CacheConfig(memory_bytes=7 << 20)
+    )
+    with torch.inference_mode():
+        target = Engine.from_config(config)
+    target._scheduler._has_room = lambda *_: True  # type: ignore[method-assign]
+    ids = tokenizer().encode("A list of things that one sees on a walk through Paris: ")
+    work = []
+    for number in range(6):
+        grammar = GRAMMARS[number % len(GRAMMARS)] if number % 3 != 2 else None
+        stops = tokenizer().eos_ids
+        extra = {"temperature": (0.0, 1.0)[number % 2], "seed": number, "logprobs": 1}
+        prompt = ids * (1 + number % 2) + ids[:number]
+        work.append(request(f"r{number}", prompt, 14, grammar=grammar, stop_ids=stops, **extra))
+
+    def told(found: dict[tuple[str, int], list[SequenceOutput]]) -> dict[object, object]:
+        return {
+            key: (tokens(outputs), [entry for out in outputs for entry in out.logprobs])
+            for key, outputs in found.items()
+        }
+
+    alone: dict[object, object] = {}
+    for item in work:
+        alone |= told(run(item, target=target))
+        target.flush_cache()
+    before = target.stats()
+    assert told(run(*work, target=target)) == alone
+    assert target.stats().preemptions > before.preemptions
+    assert target.stats().cached_tokens > before.cached_tokens
+    target.close()

@@ -94,6 +94,7 @@ class Driver:
             salt=chance.choice(("", "", "b")),
             score_from=chance.choice((1, chance.randint(1, len(prompt)))),
             pooling=pooling,
+            stop_ids=() if pooling else chance.choice(((), (), (1,))),
         )
         try:
             self.engine.submit(request)
@@ -173,8 +174,12 @@ class Driver:
             )
             got = self.tokens[key]
             assert got == whole[: len(got)]
+            assert not set(got[:-1]) & set(request.stop_ids)
+            if finish is FinishReason.STOP:
+                assert got[-1] in request.stop_ids
             if finish is FinishReason.LENGTH:
                 assert len(got) == len(whole)
+                assert not set(got) & set(request.stop_ids)
                 if request.sampling.prompt_logprobs is not None and key[1] == 0:
                     self.check_scores(request, self.scores[key[0]])
                 if request.pooling:
@@ -215,7 +220,11 @@ SEEDS = range(6)
 
 @cache
 def drive(
-    groups: tuple[LayerGroup, ...], pages_per_slab: tuple[int, ...], slabs: int, seed: int
+    groups: tuple[LayerGroup, ...],
+    pages_per_slab: tuple[int, ...],
+    slabs: int,
+    seed: int,
+    overlap: bool,
 ) -> Counter[str]:
     """One engine driven to the end; how often it was pressed."""
     chance = random.Random(seed * 1000 + slabs)
@@ -231,6 +240,7 @@ def drive(
         max_step_tokens=chance.choice((3, 8, 24)),
         max_sequences=chance.choice((2, 6)),
         max_chunk_tokens=chance.choice((3, 8)),
+        overlap=overlap,
     )
     driver = Driver(seed, executor, config, keep=seed % 3 != 2)
     if seed % 2:  # admit whatever comes, so that pages run out in every way they can
@@ -252,23 +262,32 @@ def drive(
         preemptions=driver.engine.stats().preemptions,
         evictions=cache_stats.evictions,
         copies=cache_stats.copies,
+        ahead=executor.ahead,
     )
 
 
 @pytest.mark.parametrize(("groups", "pages_per_slab", "slabs"), SHAPES)
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("overlap", [False, True])
 def test_random_driving(
-    groups: tuple[LayerGroup, ...], pages_per_slab: tuple[int, ...], slabs: int, seed: int
+    groups: tuple[LayerGroup, ...],
+    pages_per_slab: tuple[int, ...],
+    slabs: int,
+    seed: int,
+    overlap: bool,
 ) -> None:
-    drive(groups, pages_per_slab, slabs, seed)
+    assert overlap or drive(groups, pages_per_slab, slabs, seed, overlap)["ahead"] == 0
+    drive(groups, pages_per_slab, slabs, seed, overlap)
 
 
 @pytest.mark.parametrize(("groups", "pages_per_slab", "slabs"), SHAPES)
+@pytest.mark.parametrize("overlap", [False, True])
 def test_the_drives_press_every_pool(
-    groups: tuple[LayerGroup, ...], pages_per_slab: tuple[int, ...], slabs: int
+    groups: tuple[LayerGroup, ...], pages_per_slab: tuple[int, ...], slabs: int, overlap: bool
 ) -> None:
     """Else the drives would prove nothing about preemption, eviction and copies on write."""
     total: Counter[str] = Counter()
     for seed in SEEDS:
-        total.update(drive(groups, pages_per_slab, slabs, seed))
+        total.update(drive(groups, pages_per_slab, slabs, seed, overlap))
     assert all(total[what] > 0 for what in ("preemptions", "evictions", "copies")), total
+    assert not overlap or total["ahead"] > 50
