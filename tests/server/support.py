@@ -44,12 +44,24 @@ def parrot(history: Sequence[int], prompt_len: int, position: int) -> int:
     return words[position] if position < len(words) else tokenizer.eos_ids[0]
 
 
+def speaker(history: Sequence[int], prompt_len: int, position: int) -> int:
+    """Writes what the last message of the user says, special tokens too."""
+    begin, end = (smollm2_tokenizer().token_id(name) for name in ("<|im_start|>", "<|im_end|>"))
+    assert begin is not None
+    assert end is not None
+    begins = [index for index, token in enumerate(history[:prompt_len]) if token == begin]
+    said = history[begins[-2] + 3 : begins[-1]]  # behind the role and its line break
+    said = said[: list(said).index(end)]
+    return said[position] if position < len(said) else end
+
+
 def make_engine(config: EngineConfig, progress: Callable[[str, float], None]) -> Engine:
     """An engine for a model name: its parts after "-" say what goes wrong.
 
     slow: a step takes 30 ms. tiny: a pool for ten short sequences. fails: a step with
     token id 13 in it raises. kills: a step with token id 14 kills the process. hangs: a
-    step with token id 15 never ends. refuses, dies, raises: the start fails.
+    step with token id 15 never ends. refuses, dies, raises: the start fails. speaks: the
+    model writes what the last message of the user says.
     """
     name = config.model.name
     progress("loading", 0.5)
@@ -64,7 +76,7 @@ def make_engine(config: EngineConfig, progress: Callable[[str, float], None]) ->
         vocab_size=49152,
         max_context=MAX_CONTEXT,
         num_slabs=20 if "tiny" in name else 1024,
-        script=parrot,
+        script=speaker if "speaks" in name else parrot,
         latency=0.03 if "slow" in name else 0.0,
         fails=lambda plan: any(_bad(name, token) for run in plan.runs for token in run.tokens),
     )
