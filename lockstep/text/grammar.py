@@ -17,8 +17,6 @@ import json
 import re
 from typing import Any
 
-from llguidance import regex_to_lark
-
 from lockstep.text.grammar_schema import check_schema
 from lockstep.types import Grammar, RequestError
 
@@ -101,6 +99,9 @@ def to_lark(grammar: Grammar) -> str:
     Raises:
         RequestError: too large or malformed; the message names the node, entry or limit.
     """
+    # Loaded with the first grammar: most processes never see one.
+    from llguidance import regex_to_lark
+
     source = grammar.source
     limit = MAX_EBNF_BYTES if grammar.kind == "ebnf" else MAX_SOURCE_BYTES
     if grammar.kind != "json_schema":  # it counts its own

@@ -13,14 +13,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from lockstep.text.grammar import OPTIONS, to_lark
 from lockstep.text.tokenizer import Tokenizer
 from lockstep.types import Grammar, LockstepError, RequestError
+
+if TYPE_CHECKING:  # loaded with the first grammar: most processes never see one
+    from llguidance import LLMatcher, TokenizerWrapper
 
 COMPILE_SECONDS = 10.0
 MASK_SECONDS = 10.0
@@ -28,24 +31,17 @@ _CACHED = 64  # compiled grammars, and complaints about others
 _STACK_BYTES = 256 * 1024 * 1024  # address space; only what recursion touches becomes memory
 _MAX_STUCK = 2  # threads left to themselves at most
 
-_LIMITS = LLParserLimits(
-    max_items_in_row=8192,
-    max_lexer_states=50_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
 
-
-class _Tokens(TokenizerWrapper):
+class _Tokens:
     """A tokenizer in the form that llguidance asks for.
 
     Args:
         size: rows of the model's head; ids without a token get no bytes and are never allowed.
     """
 
+    is_tokenizer_wrapper = True  # all that the library looks at
+
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
-        # The base class's own constructor is for another library's tokenizers.
-        self.is_tokenizer_wrapper = True
         self._tokenizer = tokenizer
         self.tokens = [tokenizer.token_bytes(token) for token in range(size)]
         self.special_token_ids = sorted(tokenizer.special_ids)
@@ -223,7 +219,7 @@ class GrammarState:
 
 
 class GrammarVocabulary:
-    """What the matchers of one model share: the library's trie of tokens, and threads.
+    """What the matchers of one model share: the library's trie of tokens, limits, and threads.
 
     Attributes:
         words: 32-bit words of a mask: a bit for each row of the model's head.
@@ -231,12 +227,22 @@ class GrammarVocabulary:
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        from llguidance import LLParserLimits, LLTokenizer
+
         self.words = -(-size // 32)
         self.controls = tokenizer.special_ids | set(tokenizer.eos_ids)
         self.ends = tokenizer.eos_ids
         self.end = tokenizer.eos_ids[0]
         self.trie = LLTokenizer(
-            _Tokens(tokenizer, size), n_vocab=size, eos_token=list(tokenizer.eos_ids)
+            cast("TokenizerWrapper", _Tokens(tokenizer, size)),
+            n_vocab=size,
+            eos_token=list(tokenizer.eos_ids),
+        )
+        self.limits = LLParserLimits(
+            max_items_in_row=8192,
+            max_lexer_states=50_000,
+            max_grammar_size=200_000,
+            verbose_errors=False,
         )
         self.masks = _Workers(1, "masks")
 
@@ -319,6 +325,8 @@ class GrammarCompiler:
         self._workers.submit(job)
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        from llguidance import LLMatcher
+
         lark = to_lark(grammar)
         if self._vocabulary is None:
             tokenizer = self._tokenizer()
@@ -329,7 +337,10 @@ class GrammarCompiler:
             self._vocabulary = GrammarVocabulary(tokenizer, self._size)
         vocabulary = self._vocabulary
         matcher = LLMatcher(
-            vocabulary.trie, LLMatcher.grammar_from_lark(lark), log_level=0, limits=_LIMITS
+            vocabulary.trie,
+            LLMatcher.grammar_from_lark(lark),
+            log_level=0,
+            limits=vocabulary.limits,
         )
         if matcher.is_error():
             raise RequestError(f"grammar: {_told(grammar, matcher.get_error())}", field="grammar")
