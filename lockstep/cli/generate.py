@@ -12,7 +12,7 @@ import typer
 from lockstep.cli import options
 
 if TYPE_CHECKING:
-    from lockstep.types import Choice, Completion
+    from lockstep.types import Choice, Completion, Grammar
 
 
 def generate(
@@ -46,6 +46,13 @@ def generate(
     repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(help="A file with a JSON Schema that every answer follows; - is any object."),
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="A regular expression that every answer matches.")
+    ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     backend: options.BackendName = "auto",
@@ -73,6 +80,7 @@ def generate(
             stop=tuple(stop or ()) or None,
             n=count,
             logprobs=logprobs,
+            grammar=_grammar(json_schema, regex),
         )
     )
     settings = options.engine_settings(
@@ -97,6 +105,21 @@ def generate(
                 print(choice.text)
             else:
                 print(f"[{index}.{choice.index}] {choice.text}")
+
+
+def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
+    from lockstep.types import Grammar
+
+    if json_schema is not None and regex is not None:
+        raise typer.BadParameter("give --json-schema or --regex, not both")
+    if regex is not None:
+        return Grammar("regex", regex, name="--regex")
+    if json_schema is None:
+        return None
+    if str(json_schema) == "-":
+        return Grammar("json_object", name="--json-schema")
+    source = json_schema.read_text(encoding="utf-8")
+    return Grammar("json_schema", source, name="--json-schema")
 
 
 def _prompts(given: list[str], files: list[Path], lines: bool) -> list[str]:
