@@ -297,7 +297,7 @@ def test_a_crowd_on_a_real_model_equals_each_alone() -> None:
     """SmolLM2 in a pool that holds two or three of these sequences: tokens and logprobs."""
     tokenizer()  # skips where it is not installed
     config = EngineConfig(
-        ModelOptions("smollm2", device="cpu", threads=1), CacheConfig(memory_bytes=7 << 20)
+        ModelOptions("smollm2", device="cpu", threads=1), CacheConfig(memory_bytes=4 << 20)
     )
     with torch.inference_mode():
         target = Engine.from_config(config)
@@ -309,7 +309,7 @@ def test_a_crowd_on_a_real_model_equals_each_alone() -> None:
         stops = tokenizer().eos_ids
         extra = {"temperature": (0.0, 1.0)[number % 2], "seed": number, "logprobs": 1}
         prompt = ids * (1 + number % 2) + ids[:number]
-        work.append(request(f"r{number}", prompt, 14, grammar=grammar, stop_ids=stops, **extra))
+        work.append(request(f"r{number}", prompt, 20, grammar=grammar, stop_ids=stops, **extra))
 
     def told(found: dict[tuple[str, int], list[SequenceOutput]]) -> dict[object, object]:
         return {
