@@ -13,6 +13,7 @@ from lockstep.text.tokenizer import Tokenizer
 from lockstep.text.tools.base import Function, ToolChoice, ToolFormat
 from lockstep.text.tools.prompting import native, written_out
 from lockstep.text.tools.registry import FORMATS, format_of
+from lockstep.types import RequestError
 
 _PROMPT_TAIL = 24  # tokens of a prompt that say whether it opens the model's reasoning
 
@@ -71,10 +72,22 @@ class Dialect:
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], functions: Sequence[Function]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Messages and tools as the chat template takes them."""
+        """Messages and tools as the chat template takes them.
+
+        Raises:
+            RequestError: functions for a template that takes none, in a format that the
+                model cannot be told of in text.
+        """
         if self.native:
             tools = [function.declaration() for function in functions]
             return native(messages, short_ids=self.tools.short_ids), tools or None
+        if functions and self.tools.name != "hermes":
+            raise RequestError(
+                f"tools: the server reads calls in the format {self.tools.name!r}, but the chat "
+                "template of this model takes no tools",
+                field="tools",
+                code="unsupported_parameter",
+            )
         return written_out(messages, functions), None
 
     def answer(

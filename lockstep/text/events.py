@@ -68,10 +68,10 @@ def cut_at(text: str, marker: str) -> tuple[int, bool]:
     found = text.find(marker)
     if found >= 0:
         return found, True
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:length]):
-            return len(text) - length, False
-    return len(text), False
+    start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while start >= 0 and not marker.startswith(text[start:]):
+        start = text.find(marker[0], start + 1)
+    return (start if start >= 0 else len(text)), False
 
 
 class Passthrough:

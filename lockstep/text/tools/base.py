@@ -180,7 +180,7 @@ class CallReader:
 
     def _take(self) -> list[Event]:
         events, self._out = self._out, []
-        return merged(events)
+        return merged(events) if len(events) > 1 else events
 
     def _take_buffer(self, count: int | None = None) -> str:
         """The next `count` characters, or all."""

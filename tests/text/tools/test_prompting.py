@@ -77,6 +77,14 @@ def test_settings_win_over_the_template() -> None:
     assert Dialect.of(tokenizer(QWEN)).thinking == THINK_MARKERS["think"]
 
 
+def test_a_format_that_nobody_teaches_the_model_is_refused(smollm2: Tokenizer) -> None:
+    dialect = Dialect.of(smollm2, tool_parser="pythonic")
+    assert dialect.prompt(TALK[:1], [])[1] is None
+    with pytest.raises(RequestError, match="template of this model takes no tools") as caught:
+        dialect.prompt(TALK[:1], [LOOK])
+    assert caught.value.field == "tools"
+
+
 def test_a_template_that_knows_functions_gets_them() -> None:
     dialect = Dialect.of(tokenizer(QWEN))
     messages, tools = dialect.prompt(TALK, [LOOK])
