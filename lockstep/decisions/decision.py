@@ -16,7 +16,8 @@ class OptionScores:
     Attributes:
         logprobs: natural-log probability of each among everything that the model might have
             said; of a trained head, among the options alone.
-        temperature: they are divided by it before they are normalised.
+        temperature: they are divided by it before they are normalised; 0 leaves the most
+            probable one alone.
         source: where they come from: "labels", "prefix", or a branch's name.
     """
 
@@ -85,10 +86,16 @@ def decide(question: Question, scores: OptionScores) -> Decision:
 
 
 def normalise(logprobs: Sequence[float], temperature: float = 1.0) -> tuple[float, ...]:
-    """Probabilities that add up to 1; equal ones where every logprob is -inf."""
+    """Probabilities that add up to 1; equal ones where every logprob is -inf.
+
+    At temperature 0 the most probable has all of it, the first among equals.
+    """
     most = max(logprobs)
     if most == -math.inf:
         return (1 / len(logprobs),) * len(logprobs)
+    if temperature == 0.0:
+        best = logprobs.index(most)
+        return tuple(float(index == best) for index in range(len(logprobs)))
     weights = [math.exp((value - most) / temperature) for value in logprobs]
     total = math.fsum(weights)
     return tuple(weight / total for weight in weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.decisions.decision import Decision, decide
 from lockstep.decisions.questions import MAX_QUESTIONS, Choice, Predicate, Question, Score
@@ -39,13 +39,23 @@ class Inquiry:
         """Tokens of the input, once, and of each question."""
         return self.context_tokens + sum(asked.suffix_tokens for asked in self.asked)
 
-    def decisions(self, completions: Sequence[Completion]) -> list[Decision]:
-        """One a question. `completions` are those of `requests()`, in their order."""
+    def decisions(
+        self, completions: Sequence[Completion], temperature: float | None = None
+    ) -> list[Decision]:
+        """One a question.
+
+        Args:
+            completions: those of `requests()`, in their order.
+            temperature: in place of the source's own.
+        """
         found, begin = [], 0
         for question, asked in zip(self.questions, self.asked, strict=True):
             own = completions[begin : begin + len(asked.probes)]
             begin += len(asked.probes)
-            found.append(decide(question, asked.scores(own)))
+            scores = asked.scores(own)
+            if temperature is not None:
+                scores = replace(scores, temperature=temperature)
+            found.append(decide(question, scores))
         return found
 
 

@@ -384,6 +384,20 @@ def test_a_noul_without_anything_to_ask(http: httpx.Client) -> None:
     assert reply.json()["error"]["param"] == "questions..instructions"
 
 
+@pytest.mark.parametrize(("temperature", "share"), [(0.0, 1.0), (1.0, None), (1e6, 0.5)])
+def test_a_temperature_sharpens_or_flattens(
+    http: httpx.Client, temperature: float, share: float | None
+) -> None:
+    question = {"type": "choice", "criteria": {"a": None, "b": None}}
+    body = {"state": "x", "questions": {"q": question}}
+    plain = http.post("/v1/systemone", json=body).json()["answers"]["q"]
+    told = http.post("/v1/systemone", json=body | {"temperature": temperature}).json()
+    answer = told["answers"]["q"]
+    assert answer["mass"] == plain["mass"]
+    expected = plain["probabilities"][plain["choice"]] if share is None else share
+    assert math.isclose(answer["probabilities"][answer["choice"]], expected, rel_tol=1e-5)
+
+
 def test_typesafe_client_reads_errors(typesafe: TypeSafeClient) -> None:
     asked = {"q": Choice(criteria={"a": None, "b": None})}
     with pytest.raises(TypeSafeBadRequestError, match="state must not be empty"):

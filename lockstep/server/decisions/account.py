@@ -33,19 +33,23 @@ class Account:
 
 
 async def answer(
-    service: Service, make: Callable[[], Inquiry], characters: int
+    service: Service,
+    make: Callable[[], Inquiry],
+    characters: int,
+    temperature: float | None = None,
 ) -> tuple[list[Decision], Account]:
     """Make an inquiry, run it, read its decisions.
 
     Args:
         make: tokenises; runs beside the event loop when there is much text.
+        temperature: see `Inquiry.decisions`.
 
     Raises:
         RequestError, EngineUnavailable, GenerationError: as `running.complete`.
     """
     inquiry = await off_loop(make, characters)
     completions = await complete(service.llm, inquiry.requests())
-    return inquiry.decisions(completions), _account(inquiry, completions)
+    return inquiry.decisions(completions, temperature), _account(inquiry, completions)
 
 
 def _account(inquiry: Inquiry, completions: Sequence[Completion]) -> Account:

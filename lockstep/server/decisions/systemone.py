@@ -1,4 +1,8 @@
-"""`POST /v1/systemone`: TypeSafe's shape. Extensions: `priority`; in every answer its `mass`."""
+"""`POST /v1/systemone`: TypeSafe's shape.
+
+Extensions: `priority`; `temperature`, which pydantic-ai sends where its user sets one; in every
+answer its `mass`.
+"""
 
 from __future__ import annotations
 
@@ -99,6 +103,7 @@ class SystemOneBody(Body):
     ]
     model: str | None = None
     priority: int = 0
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
 
     def typed(self) -> list[Question]:
         """The questions in the order of the object.
@@ -181,6 +186,7 @@ async def _decide(service: Service, body: SystemOneBody) -> SystemOneReply:
         service,
         lambda: inquire(builder, state, questions, priority=body.priority, field="state"),
         len(state) + sum(len(option.text) for q in questions for option in q.options),
+        body.temperature,
     )
     return SystemOneReply(
         model=service.model_name,
