@@ -185,6 +185,8 @@ class ServerConfig:
             those of prompts and of answers.
         keys_file: a file of hashed API keys (`lockstep keys new`).
         api_keys, admin_keys: further keys, in plain text: from the environment.
+        isolate_keys: no key's requests reuse prefixes that another key's have cached, so
+            that nobody can learn from timing what others ask.
         open_metrics: `/metrics` asks for no key.
         cors_origins: origins whose pages may call; "*" is all.
         tls_cert, tls_key, tls_key_password: PEM files; both files or none.
@@ -221,6 +223,7 @@ class ServerConfig:
     keys_file: str = ""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_keys: tuple[str, ...] = field(default=(), repr=False)
+    isolate_keys: bool = False
     open_metrics: bool = False
     cors_origins: tuple[str, ...] = ()
     tls_cert: str = ""

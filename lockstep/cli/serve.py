@@ -98,6 +98,14 @@ def serve(
     max_concurrent: Annotated[
         int, typer.Option(help="Requests at once, of each key.", rich_help_panel=_LIMITS)
     ] = 0,
+    isolate_keys: Annotated[
+        bool,
+        typer.Option(
+            "--isolate-keys",
+            help="Share no cached prefixes between keys: nobody learns from timing.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = False,
     max_queue: Annotated[
         int,
         typer.Option(
@@ -275,6 +283,7 @@ def serve(
         keys_file=keys_file,
         api_keys=_keys("LOCKSTEP_API_KEYS"),
         admin_keys=_keys("LOCKSTEP_ADMIN_KEYS"),
+        isolate_keys=isolate_keys,
         open_metrics=open_metrics,
         cors_origins=tuple(cors_origin or ()),
         tls_cert=tls_cert,

@@ -146,7 +146,10 @@ class Operations:
         if self.draining and (call is None or call.ended):
             raise self.refusal()
         fields = _FIELDS.get(call.path if call is not None else "", ("", ""))
-        return [self._within_limits(request, *fields) for request in requests]
+        checked = [self._within_limits(request, *fields) for request in requests]
+        if self.config.isolate_keys and call is not None and call.key is not None:
+            return [replace(request, salt=call.key.name) for request in checked]
+        return checked
 
     def _within_limits(self, request: Request, prompt: str, output: str) -> Request:
         config, wanted = self.config, request.sampling.max_tokens

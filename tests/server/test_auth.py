@@ -192,3 +192,19 @@ def test_keys_do_not_reach_the_engine_process(tmp_path: Path) -> None:
     os.environ["LOCKSTEP_API_KEYS"] = " one, ,two "
     assert _keys("LOCKSTEP_API_KEYS") == ("one", "two")
     assert "LOCKSTEP_API_KEYS" not in os.environ
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_keys_share_cached_prefixes_unless_they_are_kept_apart(isolate: bool) -> None:
+    body = {"model": "parrot", "prompt": "the same long beginning " * 20, "max_tokens": 1}
+
+    def cached(server: ServerThread, key: str) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).json()
+        return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    with ServerThread(fake_llm, api_keys=("one", "two"), isolate_keys=isolate) as server:
+        assert cached(server, "one") == 0
+        assert cached(server, "one") > 0
+        assert (cached(server, "two") > 0) is not isolate
+        assert cached(server, "two") > 0

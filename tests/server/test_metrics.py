@@ -308,5 +308,7 @@ def test_batches_are_gauged_and_charge_no_client() -> None:
         samples = scrape(server.url, "k")
         assert adds_up(samples)
         assert value(samples, "lockstep:generation_tokens_total") == 8
+        kind = {"key": "env-1", "kind": "generation"}
+        assert value(samples, "lockstep:key_tokens_total", **kind) == 8
         assert http.post("/v1/completions", json=body).status_code == 200, "nothing was charged"
         assert http.post("/v1/completions", json=body).status_code == 429
