@@ -43,20 +43,21 @@ class JsonFormatter(logging.Formatter):
 
 
 class ConsoleFormatter(logging.Formatter):
-    """Time, level, logger and message, then the record's `fields` as name=value."""
+    """Time, level, logger and message, then those of the record's `fields` as name=value that
+    the message does not say already."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The record in one line, and a traceback below it where there is one."""
-        line = (
-            f"{_timestamp(record.created)} {record.levelname:7} {record.name}: "
-            f"{_one_line(record.getMessage())}"
-        )
+        message = _one_line(record.getMessage())
+        line = f"{_timestamp(record.created)} {record.levelname:7} {record.name}: {message}"
+        said = set(message.split())
         fields = dict(getattr(record, "fields", {}))
         current = request_id.get()
         if current:
             fields.setdefault("request_id", current)
         for name, value in fields.items():
-            line += f" {name}={_plain(value)}"
+            if str(value) not in said:
+                line += f" {name}={_plain(value)}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line

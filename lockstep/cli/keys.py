@@ -55,6 +55,6 @@ def show(file: KeysFile = Path("keys.toml")) -> None:
     table = Table("name", "admin", "requests/min", "tokens/min", "at once", "sha256")
     for key in read_keys(file):
         limits = (key.requests_per_minute, key.tokens_per_minute, key.max_concurrent)
-        shown = ("the server's" if value is None else str(value or "no limit") for value in limits)
+        shown = ("default" if value is None else str(value or "none") for value in limits)
         table.add_row(key.name, "yes" if key.admin else "", *shown, key.sha256[:12])
     Console(highlight=False).print(table)

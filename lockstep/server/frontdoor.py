@@ -58,7 +58,7 @@ class FrontDoor:
         token, name = calls.current.set(call), logs.request_id.set(call.id)
         operations = self._operations
         operations.metrics.in_flight += 1
-        if operations.tracer is not None:
+        if operations.tracer is not None and call.path not in _POLLED:
             operations.tracer.begin(call, headers)
         try:
             await self._serve(call, headers, scope, receive, send)
