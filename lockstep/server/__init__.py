@@ -8,7 +8,13 @@ Where things go:
 - `completions.py`, `chat.py`, `models.py`: one file a family of routes.
 - `sse.py`: event streams, merging, and what happens when the client goes away.
 - `errors.py`: every error in OpenAI's shape.
-- `serve.py`: listen until told to stop.
+- `serve.py`: listen until told to stop, then drain.
+
+What operators need, in the order in which a request meets it:
+- `frontdoor.py`: every HTTP request begins and ends here; `calls.py`: its account.
+- `auth.py`, `limits.py`: whose it is, and how much they may ask for.
+- `operations.py`: every request to the engine, whoever sends it; draining.
+- `metrics.py`, `tracing.py`, `status.py`, `admin.py`: what is counted, and how to look at it.
 """
 
 from __future__ import annotations
