@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import numpy as np
@@ -103,6 +103,55 @@ def test_typesafe_asks_the_same_model(server: ServerThread, client: openai.OpenA
     assert reply.nouls["billing"].noul == billing.probability
     assert reply.choices["tone"].confidence == tone.confidence
     assert reply.scores["urgency"].score == urgency.score
+
+
+def test_pydantic_ai_decides_in_both_shapes(server: ServerThread) -> None:
+    from pydantic import BaseModel, Field
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai_decisions import OpenAIDecisionsModel
+    from pydantic_ai.models.system_one import SystemOneModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+    from pydantic_ai.providers.system_one import SystemOneProvider
+
+    class Handling(BaseModel):
+        billing: bool = Field(description="Is the message about billing?")
+        tone: Literal["calm", "angry"] = Field(description="What is the tone?")
+
+    provider = OpenAIProvider(base_url=f"{server.url}/v1", api_key="none")
+    for model in (
+        SystemOneModel("smollm2", provider=SystemOneProvider(base_url=server.url)),
+        OpenAIDecisionsModel("smollm2", provider=provider),
+    ):
+        result = Agent(model, output_type=Handling).run_sync(TEXT)
+        assert isinstance(result.output, Handling)
+        assert result.usage.output_tokens == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*in beta")
+def test_langchain_decides(server: ServerThread, client: openai.OpenAI) -> None:
+    from langchain_openai import decisions
+
+    asked = decisions.OpenAIDecisions(
+        model="smollm2", base_url=f"{server.url}/v1", api_key="none"
+    ).invoke(
+        {
+            "input": TEXT,
+            "questions": {
+                "billing": decisions.Predicate(instructions=QUESTIONS[0]["instructions"]),
+                "urgency": decisions.Score(
+                    instructions=QUESTIONS[2]["instructions"],
+                    levels=[level["label"] for level in QUESTIONS[2]["levels"]],
+                ),
+            },
+        }
+    )
+    billing, urgency = client.decisions.create(
+        model="smollm2", input=TEXT, questions=[QUESTIONS[0], QUESTIONS[2]]
+    ).answers
+    assert billing.type == "predicate"
+    assert urgency.type == "score"
+    assert asked.answers["billing"].probability == billing.probability
+    assert asked.answers["urgency"].score == urgency.score
 
 
 def test_scores_are_the_completions_logprobs(http: httpx.Client) -> None:
