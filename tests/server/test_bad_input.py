@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import httpx
 import pytest
 from pydantic import ValidationError
 
-from lockstep.server.protocol import MAX_MESSAGES, ChatBody
-from tests.server.support import MAX_CONTEXT
+from lockstep.outputs import RequestBuilder
+from lockstep.server.protocol import MAX_MESSAGES, ChatBody, CompletionBody, GenerationBody
+from lockstep.types import EngineInfo, RequestError, SamplingParams
+from tests.server.support import MAX_CONTEXT, smollm2_tokenizer
 
 HELLO = [{"role": "user", "content": "hi"}]
+EMPTY_INFO = EngineInfo("m", "a", "d", "c", "b", 1, 3, 1, 8, 1, 8, 0, 0, "f", 0.0)
 
 
 def check(response: httpx.Response, status: int, param: str | None = None, text: str = "") -> Any:
@@ -258,3 +262,60 @@ def test_a_crowd_of_messages_is_refused() -> None:
     body = {"model": "parrot", "messages": HELLO * (MAX_MESSAGES + 1)}
     with pytest.raises(ValidationError, match="too_long"):
         ChatBody.model_validate(body)
+
+
+MANY = 7_000
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "value"),
+    [
+        (CompletionBody, "prompt", [1.5] * MANY),
+        (CompletionBody, "stop", [3] * MANY),
+        (CompletionBody, "stop_token_ids", ["x"] * MANY),
+        (CompletionBody, "logprob_token_ids", ["x"] * MANY),
+        (CompletionBody, "bad_words", [3] * MANY),
+        (CompletionBody, "guided_choice", [3] * MANY),
+        (CompletionBody, "logit_bias", {str(index): "x" for index in range(MANY)}),
+        (ChatBody, "messages", [3] * MANY),
+        (ChatBody, "messages", [{"role": "user", "content": [3] * MANY}]),
+        (ChatBody, "messages", [{"role": "assistant", "tool_calls": [3] * MANY}]),
+        (ChatBody, "tools", [3] * MANY),
+        (ChatBody, "modalities", [3] * MANY),
+        (ChatBody, "stream_options", {str(index): 1 for index in range(MANY)}),
+    ],
+)
+def test_a_long_bad_body_is_refused_in_a_few_errors(
+    http: httpx.Client, model: type[GenerationBody], field: str, value: Any
+) -> None:
+    """Each error costs time on the loop that all clients share."""
+    body: dict[str, Any] = {"model": "parrot", "prompt": "x"}
+    path = "/v1/completions"
+    if model is ChatBody:
+        body, path = {"model": "parrot", "messages": HELLO}, "/v1/chat/completions"
+    body = {**body, field: value}
+    assert error_count(model, body) <= 4
+    check(http.post(path, json=body), 400, field)
+
+
+def error_count(model: type[GenerationBody], body: dict[str, Any]) -> int:
+    try:
+        model.model_validate(body)
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+def test_a_crowd_of_unknown_fields_is_refused_in_one_error() -> None:
+    body = {"model": "parrot", "messages": HELLO, **{f"k{index}": 1 for index in range(MANY)}}
+    assert error_count(ChatBody, body) == 1
+
+
+def test_min_tokens_needs_a_token_that_does_not_end() -> None:
+    info = dataclasses.replace(EMPTY_INFO, vocab_size=3)
+    builder = RequestBuilder(smollm2_tokenizer(), info)
+    params = SamplingParams(min_tokens=1, stop_token_ids=(1,))
+    with pytest.raises(RequestError, match="leaves no token") as caught:
+        builder.build([1], params)
+    assert caught.value.field == "min_tokens"
+    builder.build([1], dataclasses.replace(params, min_tokens=0))

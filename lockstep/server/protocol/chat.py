@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, SkipValidation
 
 from lockstep.server.protocol.generation import GenerationBody
 from lockstep.server.protocol.tools import (
@@ -28,7 +28,7 @@ class ChatMessageBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: Annotated[str | list[dict[str, Any]] | None, SkipValidation] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
@@ -78,15 +78,23 @@ class ChatMessageBody(BaseModel):
             return ""
         if self.content is None:
             raise RequestError(f"messages[{index}].content is missing", field="messages")
-        if isinstance(self.content, str):
-            return self.content
+        content: Any = self.content
+        if isinstance(content, str):
+            return content
+        if not isinstance(content, list):
+            raise RequestError(
+                f"messages[{index}].content must be a string or a list of parts, "
+                f"got {type(content).__name__}",
+                field="messages",
+            )
         texts: list[str] = []
-        for part in self.content:
-            text = part.get("text")
-            if part.get("type") != "text" or not isinstance(text, str):
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            text = part.get("text") if isinstance(part, dict) else None
+            if kind != "text" or not isinstance(text, str):
                 raise RequestError(
                     f"messages[{index}].content: only parts of type 'text' are supported, "
-                    f"got type {part.get('type')!r}",
+                    f"got type {kind!r}",
                     field="messages",
                 )
             texts.append(text)
@@ -96,7 +104,7 @@ class ChatMessageBody(BaseModel):
 class ChatBody(GenerationBody):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessageBody], Field(max_length=MAX_MESSAGES)]
+    messages: Annotated[list[ChatMessageBody], FailFast(), Field(max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -107,7 +115,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None
-    modalities: list[str] | None = None
+    modalities: Annotated[list[str], Field(max_length=8)] | None = None
     audio: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None  # a hint for speed; the answer is the same
     reasoning_effort: str | None = None

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, model_validator
 
 from lockstep.server.constraints import grammar_of
+from lockstep.text.grammar import MAX_CHOICES
 from lockstep.types import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS_ENTRIES,
@@ -21,6 +22,18 @@ class Body(BaseModel):
     """Base of every request body."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, data: Any) -> Any:
+        """Keep one unknown field at most: it is refused, and the others need no error each."""
+        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
+            return data
+        if cls.model_config.get("extra") != "forbid":
+            return data
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(name for name in data if name not in names)
+        return {unknown: data[unknown], **{name: data[name] for name in names if name in data}}
 
 
 class StreamOptions(Body):
@@ -62,7 +75,7 @@ class GenerationBody(Body):
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], Field(max_length=MAX_CHOICES)] | None = None
     guided_grammar: str | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -115,17 +128,6 @@ class GenerationBody(Body):
         "prompt_logprobs",
         "logprobs_mode",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_unknown(cls, data: Any) -> Any:
-        """Keep one unknown field at most: it is refused, and the others need no error each."""
-        fields = cls.model_fields
-        if not isinstance(data, dict) or len(data) <= len(fields):
-            return data
-        unknown = next(name for name in data if name not in fields)
-        known = {name: data[name] for name in fields if name in data}
-        return {unknown: data[unknown], **known}
 
     @property
     def include_usage(self) -> bool:
