@@ -280,6 +280,8 @@ class Store:
     def _file(
         self, db: sqlite3.Connection, file_id: str, owner: str, field: str = "file_id"
     ) -> FileObject:
+        if FILE_ID.fullmatch(file_id) is None:  # SQLite takes no half of a surrogate pair
+            raise _no_file(file_id, field)
         row = db.execute(
             "SELECT record FROM files WHERE id = ? AND owner = ?", [file_id, owner]
         ).fetchone()
@@ -289,6 +291,8 @@ class Store:
         return found
 
     def _job(self, db: sqlite3.Connection, batch_id: str, owner: str) -> Job:
+        if BATCH_ID.fullmatch(batch_id) is None:
+            raise _no_batch(batch_id)
         row = db.execute(
             "SELECT record FROM batches WHERE id = ? AND owner = ?", [batch_id, owner]
         ).fetchone()
@@ -381,8 +385,10 @@ def _paged(
 
 
 def _no_file(file_id: str, field: str = "file_id") -> NotFound:
-    return NotFound(f"there is no file {file_id!r}", field=field, code="file_not_found")
+    return NotFound(f"there is no file {file_id[:100]!r}", field=field, code="file_not_found")
 
 
 def _no_batch(batch_id: str) -> NotFound:
-    return NotFound(f"there is no batch {batch_id!r}", field="batch_id", code="batch_not_found")
+    return NotFound(
+        f"there is no batch {batch_id[:100]!r}", field="batch_id", code="batch_not_found"
+    )
