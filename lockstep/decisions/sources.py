@@ -17,7 +17,7 @@ from lockstep.decisions.decision import OptionScores
 from lockstep.decisions.paths import Path, Probe, hidden_by, probes, read, shortest
 from lockstep.decisions.questions import Question
 from lockstep.decisions.render import Context, question_text, suffix_ids
-from lockstep.outputs import RequestBuilder
+from lockstep.outputs import GenerationError, RequestBuilder
 from lockstep.text import Tokenizer
 from lockstep.types import Completion, Request, RequestError, SamplingParams
 
@@ -69,13 +69,18 @@ class Asked:
         self._request(max(self.probes, key=lambda probe: len(probe.path)))
 
     def scores(self, completions: Sequence[Completion]) -> OptionScores:
-        """What the completions of `requests()`, in their order, say about the options."""
+        """What the completions of `requests()`, in their order, say about the options.
+
+        Raises:
+            GenerationError: one was cancelled before its end.
+        """
         rows = []
         for probe, completion in zip(self.probes, completions, strict=True):
             before = completion.prompt_logprobs or ()
             entries = [entry for entry in before if entry is not None]
-            assert len(entries) == len(probe.path)
             rows.append([*entries, *completion.logprobs])
+            if len(rows[-1]) <= len(probe.path):
+                raise GenerationError("a question was cancelled", [completion])
         return OptionScores(read(self.sequences, self.probes, rows), self.source)
 
 

@@ -20,7 +20,7 @@ from typesafe_sdk import (
 )
 
 from tests.fakes import logprob_of
-from tests.server.support import ServerThread, smollm2_tokenizer
+from tests.server.support import ServerThread, fake_llm, smollm2_tokenizer, wait_until
 
 TEXT = "I was charged twice for my order and nobody answers."
 
@@ -301,6 +301,30 @@ def test_bodies_that_are_no_objects(http: httpx.Client, content: bytes) -> None:
 
 def test_an_unknown_model_is_404(http: httpx.Client) -> None:
     assert post(http, predicate(), model="other").status_code == 404
+
+
+def test_more_questions_than_the_queue_takes(http: httpx.Client) -> None:
+    """A call waits for itself; it is refused only where others fill the queue."""
+    questions = [predicate(name=str(index)) for index in range(90)]
+    with (
+        ServerThread(lambda: fake_llm("parrot", max_queue=7, max_sequences=2)) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        answers = post(client, *questions).json()["answers"]
+    assert answers == post(http, *questions).json()["answers"]
+
+
+def test_a_client_that_leaves_takes_its_questions_along() -> None:
+    questions = [choice("a", "b", instructions=f"Question {i}?") for i in range(200)]
+    with (
+        ServerThread(lambda: fake_llm("slow", max_sequences=2)) as server,
+        httpx.Client(base_url=server.url, timeout=2) as client,
+    ):
+        with pytest.raises(httpx.ReadTimeout):
+            post(client, *questions, model="slow")
+        wait_until(lambda: server.llm.stats().running == server.llm.stats().waiting == 0, 3)
+        assert 0 < server.llm.stats().finished < 200
+        assert server.llm.stats().cancelled > 0
 
 
 # --- TypeSafe's shape ----------------------------------------------------------------------
