@@ -23,10 +23,11 @@ from lockstep.server.answers import (
 )
 from lockstep.server.conversation import submit_turn
 from lockstep.server.generation import Envelope, Service, respond, service_of
+from lockstep.server.json_route import JSONRoute
 from lockstep.server.protocol import ChatBody
 from lockstep.text import Tokenizer
 
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 
 
 @router.post("/v1/chat/completions")

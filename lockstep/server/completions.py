@@ -21,10 +21,11 @@ from lockstep.server.generation import (
     respond,
     service_of,
 )
+from lockstep.server.json_route import JSONRoute
 from lockstep.server.protocol import CompletionBody
 from lockstep.text import Tokenizer
 
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 
 
 @router.post("/v1/completions")

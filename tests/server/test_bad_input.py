@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import json
 from typing import Any
 
 import httpx
@@ -319,3 +321,12 @@ def test_min_tokens_needs_a_token_that_does_not_end() -> None:
         builder.build([1], params)
     assert caught.value.field == "min_tokens"
     builder.build([1], dataclasses.replace(params, min_tokens=0))
+
+
+def test_long_bodies_are_read_alike(http: httpx.Client) -> None:
+    for size in (10, 20_000):  # below and above `LONG_BODY`
+        text = json.dumps({"model": "parrot", "prompt": [[1.5]] * size})
+        headers = {"Content-Type": "application/json"}
+        check(http.post("/v1/completions", content=text[:-1], headers=headers), 400)
+        check(http.post("/v1/completions", content=text, headers=headers), 400, "prompt")
+    assert gc.isenabled()
