@@ -7,18 +7,20 @@ and what its answers mean for a sequence. Imports no torch.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.text.grammar import OPTIONS, to_lark
+from lockstep.text.grammar import OPTIONS, json_rule, to_lark
+from lockstep.text.grammar_schema import children
 from lockstep.text.tokenizer import Tokenizer
 from lockstep.types import Grammar, LockstepError, RequestError
 
@@ -343,7 +345,9 @@ class GrammarCompiler:
             limits=vocabulary.limits,
         )
         if matcher.is_error():
-            raise RequestError(f"grammar: {_told(grammar, matcher.get_error())}", field="grammar")
+            where = _place(grammar, vocabulary) if grammar.kind == "json_schema" else ""
+            told = _told(grammar, matcher.get_error())
+            raise RequestError(f"grammar: {where}{told}", field="grammar")
         compiled = CompiledGrammar(matcher, vocabulary)
         first = compiled.start(())
         if not first.compute().any() and not first.may_end:
@@ -360,6 +364,7 @@ def _bit(token: int) -> np.int32:
     return np.int32(((1 << (token & 31)) ^ 0x80000000) - 0x80000000)  # as a signed word
 
 
+_MAX_TRIES = 100  # schemas compiled to find the one at fault
 _EMPTY = "it allows no text at all"
 _OWN_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
@@ -370,7 +375,37 @@ def _told(grammar: Grammar, message: str) -> str:
         lines = [line for line in message.splitlines() if OPTIONS not in line]
         return "\n".join(lines).strip()[:1000]
     message = message.partition("\n   1 | ")[0].replace(" (in regex)", "")
-    return _OWN_PLACE.sub("", message).strip()[:1000]
+    message = _OWN_PLACE.sub("", message)
+    if message.startswith("oneOf "):  # its advice is an option that clients do not have
+        return "the branches of oneOf cannot be told apart; anyOf is enforced whatever they are"
+    return message.strip()[:1000]
+
+
+def _place(grammar: Grammar, vocabulary: GrammarVocabulary) -> str:
+    """The innermost node of a schema that meets the complaint that the whole of it meets."""
+    from llguidance import LLMatcher
+
+    root = json.loads(grammar.source)
+    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    left = _MAX_TRIES
+
+    def complaint(schema: Any) -> str:
+        nonlocal left
+        left -= 1
+        if not isinstance(schema, dict) or left < 0:
+            return ""
+        lark = f"start: {json_rule({**shared, **schema})}\n{OPTIONS}\n"
+        return _told(grammar, LLMatcher.validate_grammar(lark, limits=vocabulary.limits))
+
+    path, schema, told = "", root, complaint(root)
+    while told:
+        for child, where in children(schema, path):
+            if complaint(child) == told:
+                path, schema = where, child
+                break
+        else:
+            break
+    return f"JSON schema, at {path}: " if path else ""
 
 
 def _first_line(message: str) -> str:

@@ -86,7 +86,7 @@ class _Walk:
         for keyword, value in schema.items():
             self._keyword(keyword, value, f"{path}/{_escape(keyword)}")
         _check_min_properties(schema, path)
-        for child, where in _children(schema, path):
+        for child, where in children(schema, path):
             self.visit(child, where, depth + 1)
 
     def _keyword(self, keyword: str, value: Any, path: str) -> None:
@@ -124,7 +124,8 @@ class _Walk:
             )
 
 
-def _children(schema: Mapping[str, Any], path: str) -> Iterator[tuple[Any, str]]:
+def children(schema: Mapping[str, Any], path: str = "") -> Iterator[tuple[Any, str]]:
+    """The schemas directly inside a checked one, and where each stands."""
     for keyword, value in schema.items():
         where = f"{path}/{_escape(keyword)}"
         if keyword in _ONE:

@@ -453,6 +453,7 @@ def test_a_clients_ebnf_may_not_ask_for_what_is_not_done(source: str) -> None:
 
 # --- what is refused, and how long it takes ----------------------------------------------------
 
+OVERLAP = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
 BAD = [
     Grammar("regex", "("),
     Grammar("regex", ""),
@@ -494,6 +495,25 @@ def test_a_bad_grammar_is_refused_and_the_next_one_works(
         assert "%llguidance" not in str(caught.value)
         assert "x-guidance" not in str(caught.value)
     assert accepts(compiler, smollm2, Grammar("regex", "ok"), "ok")
+
+
+@pytest.mark.parametrize(
+    ("schema", "path", "told"),
+    [
+        ({"properties": {"b": {"items": OVERLAP}}}, "/properties/b/items", "anyOf"),
+        ({"$defs": {"x": OVERLAP}, "items": {"$ref": "#/$defs/x"}}, "/$defs/x", "anyOf"),
+        ({"properties": {"a": {"format": "zip", "type": "string"}}}, "/properties/a", "zip"),
+        ({"anyOf": [{"const": 1}, {"type": "string", "pattern": "("}]}, "/anyOf/1", "unclosed"),
+        ({"properties": {"a": {"$ref": "#/$defs/no"}}}, "/properties/a", "does not exist"),
+    ],
+)
+def test_a_node_that_the_library_refuses_is_named(
+    compiler: GrammarCompiler, schema: dict[str, Any], path: str, told: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        compiler.compile(Grammar("json_schema", json.dumps(schema)))
+    assert f"at {path}: " in str(caught.value)
+    assert told in str(caught.value)
 
 
 def _chain(count: int, form: str, last: str) -> str:
