@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import math
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -14,6 +17,7 @@ import pytest
 from typesafe_sdk import Choice, Noul, Score, TypeSafeClient
 
 from lockstep.async_llm import AsyncLLM
+from tests.decisions.test_docs import BLOCKS
 from tests.server.support import ServerThread
 
 TEXT = "I was charged twice for my order and nobody answers my emails. Refund me now!"
@@ -127,7 +131,6 @@ def test_pydantic_ai_decides_in_both_shapes(server: ServerThread) -> None:
         assert result.usage.output_tokens == 2
 
 
-@pytest.mark.filterwarnings("ignore:.*in beta")
 def test_langchain_decides(server: ServerThread, client: openai.OpenAI) -> None:
     from langchain_openai import decisions
 
@@ -270,3 +273,20 @@ def test_embeddings_that_are_refused(
     reply = http.post("/v1/embeddings", json={"model": "smollm2", **change})
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == param
+
+
+def test_the_guides_clients(server: ServerThread, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = [code for _, served, code in BLOCKS if served]
+    assert len(blocks) == 2
+    for code in blocks:
+        exec(code.replace("http://127.0.0.1:8000", server.url), {})
+    assert "'angry'" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell's quotes")
+def test_the_guides_commands(server: ServerThread) -> None:
+    for kind, _, code in BLOCKS:
+        if kind == "sh":
+            command = shlex.split(code.replace("http://127.0.0.1:8000", server.url))
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+            assert '"probability"' in done.stdout
