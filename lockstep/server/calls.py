@@ -25,7 +25,7 @@ class Call:
         requests: to the engine; submitted: when the first of them was, on the same clock.
         prompt_tokens, cached_tokens, generated_tokens: of the engine's requests so far.
         first_token: seconds of the monotonic clock; 0 before.
-        finishes: finish reasons of choices.
+        finishes: finish reasons of choices, and what became of requests that did not finish.
         trace: its span, if there are traces.
     """
 

@@ -310,6 +310,8 @@ class Watch:
         metrics, now = self._metrics, time.monotonic()
         self._operations.live.pop(self.request.id, None)
         metrics.outcomes[outcome] += 1
+        if self.call is not None and outcome is not Outcome.COMPLETED:
+            self.call.finishes.append(outcome.value)
         if outcome is Outcome.COMPLETED:
             metrics.latency.observe(now - self._arrived)
             metrics.request_generation_tokens.observe(self.generated)

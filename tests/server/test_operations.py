@@ -84,8 +84,13 @@ def test_a_line_a_request_with_times_and_tokens(written: io.StringIO) -> None:
         httpx.post(f"{server.url}/v1/completions", json={**body, "n": 0}, headers=headers)
         httpx.post(f"{server.url}/v1/completions", json=body)
         httpx.get(f"{server.url}/health")
-        wait_until(lambda: len(entries(written, "lockstep.access")) == 4)
-    whole, streamed, refused, unknown = entries(written, "lockstep.access")
+        long = {**body, "prompt": WORDS, "max_tokens": 300, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=long, headers=headers) as s:
+            next(s.iter_lines())  # and hang up
+        wait_until(lambda: len(entries(written, "lockstep.access")) == 5)
+    whole, streamed, refused, unknown, left = entries(written, "lockstep.access")
+    assert (left["status"], left["finish"]) == (200, "cancelled")
+    assert left["generated_tokens"] < 100
     for line in (whole, streamed):
         assert line["request_id"] == "mine"
         assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/completions", 200)
