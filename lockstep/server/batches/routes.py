@@ -27,6 +27,7 @@ from lockstep.server.batches.objects import (
     new_file_id,
 )
 from lockstep.server.batches.runner import Batches
+from lockstep.server.batches.store import no_file
 from lockstep.server.batches.threads import to_the_end
 from lockstep.server.errors import StorageUnavailable
 from lockstep.server.generation import service_of
@@ -161,8 +162,13 @@ async def get_file_content(file_id: str, request: HTTPRequest) -> Response:
     """A file's bytes."""
     store = _batches(request).store
     record = await _stored(store.file, file_id, _owner(request))
+    path = store.content(file_id)
+    try:
+        found = await to_the_end(path.stat)
+    except FileNotFoundError:  # deleted since
+        raise no_file(file_id) from None
     return FileResponse(
-        store.content(file_id), filename=record.filename, media_type="application/jsonl"
+        path, filename=record.filename, media_type="application/jsonl", stat_result=found
     )
 
 

@@ -112,7 +112,7 @@ class Store:
     def content(self, file_id: str) -> Path:
         """Where the bytes of a file that the index knows are."""
         if FILE_ID.fullmatch(file_id) is None:
-            raise _no_file(file_id)
+            raise no_file(file_id)
         return self._files / file_id
 
     def files(
@@ -281,13 +281,13 @@ class Store:
         self, db: sqlite3.Connection, file_id: str, owner: str, field: str = "file_id"
     ) -> FileObject:
         if FILE_ID.fullmatch(file_id) is None:  # SQLite takes no half of a surrogate pair
-            raise _no_file(file_id, field)
+            raise no_file(file_id, field)
         row = db.execute(
             "SELECT record FROM files WHERE id = ? AND owner = ?", [file_id, owner]
         ).fetchone()
         found = None if row is None else msgspec.json.decode(row[0], type=FileObject)
         if found is None or (found.expires_at is not None and found.expires_at <= time.time()):
-            raise _no_file(file_id, field)
+            raise no_file(file_id, field)
         return found
 
     def _job(self, db: sqlite3.Connection, batch_id: str, owner: str) -> Job:
@@ -384,7 +384,8 @@ def _paged(
     return f"{sql} ORDER BY id {order.upper()} LIMIT ?", [*parameters, limit]
 
 
-def _no_file(file_id: str, field: str = "file_id") -> NotFound:
+def no_file(file_id: str, field: str = "file_id") -> NotFound:
+    """The error about a file that is not there, or not the caller's."""
     return NotFound(f"there is no file {file_id[:100]!r}", field=field, code="file_not_found")
 
 

@@ -163,7 +163,8 @@ class _Form:
 def _plain_name(name: str) -> str:
     """A file name without folders and control characters; it is shown, and never opened."""
     last = PurePosixPath(name.replace("\\", "/")).name
-    return "".join(c for c in last if c.isprintable())[:MAX_NAME] or "upload.jsonl"
+    plain = "".join(c for c in last if c.isprintable())[:MAX_NAME]
+    return plain if plain.strip(". ") else "upload.jsonl"
 
 
 def _broken(why: str) -> RequestError:
