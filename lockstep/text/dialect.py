@@ -11,7 +11,7 @@ from lockstep.text.chat import variables_of
 from lockstep.text.reasoning import THINK_MARKERS, ThinkMarkers, find_markers
 from lockstep.text.tokenizer import Tokenizer
 from lockstep.text.tools.base import Function, ToolChoice, ToolFormat
-from lockstep.text.tools.prompting import native, written_out
+from lockstep.text.tools.prompting import native, one_by_one, written_out
 from lockstep.text.tools.registry import FORMATS, format_of
 from lockstep.types import RequestError
 
@@ -80,6 +80,8 @@ class Dialect:
         """
         if self.native:
             tools = [function.declaration() for function in functions]
+            if self.tools.one_by_one:
+                messages = one_by_one(messages)
             return native(messages, short_ids=self.tools.short_ids), tools or None
         if functions and self.tools.name != "hermes":
             raise RequestError(

@@ -100,11 +100,13 @@ class ToolFormat(ABC):
         special: names of control tokens that the calls are written with. They are kept in
             the text though control tokens are otherwise left out.
         short_ids: the family's templates want call ids of nine letters and digits.
+        one_by_one: the family's templates take one call a message.
     """
 
     name: str
     special: tuple[str, ...] = ()
     short_ids: bool = False
+    one_by_one: bool = False
 
     @abstractmethod
     def reader(self, functions: Sequence[Function], *, eager: bool) -> Reader:

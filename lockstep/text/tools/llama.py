@@ -23,6 +23,7 @@ class LlamaFormat(ToolFormat):
 
     name = "llama3_json"
     special = (TAG,)
+    one_by_one = True
 
     def reader(self, functions: Sequence[Function], *, eager: bool) -> Reader:
         """As `ToolFormat.reader`."""

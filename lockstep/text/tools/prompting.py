@@ -59,6 +59,28 @@ def native(messages: Sequence[Message], *, short_ids: bool) -> list[dict[str, An
     return result
 
 
+def one_by_one(messages: Sequence[Message]) -> list[Message]:
+    """Calls side by side as calls one after another, each with its result.
+
+    Args:
+        messages: as `check_calls` lets them pass.
+    """
+    result: list[Message] = []
+    left = list(messages)
+    while left:
+        message = left.pop(0)
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            result.append(message)
+            continue
+        answers = {each["tool_call_id"]: each for each in left[: len(calls)]}
+        del left[: len(calls)]
+        for index, call in enumerate(calls):
+            content = message["content"] if index == 0 else ""
+            result += [{**message, "content": content, "tool_calls": [call]}, answers[call["id"]]]
+    return result
+
+
 def _native_call(call: Message, short_ids: bool) -> dict[str, Any]:
     function = call["function"]
     return {

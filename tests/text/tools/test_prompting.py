@@ -106,6 +106,23 @@ def test_mistral_ids_are_nine_letters_and_digits() -> None:
     assert short_id("call_1") != short_id("call_2")
 
 
+def test_calls_side_by_side_for_a_template_that_takes_one_a_message() -> None:
+    template = """{{ tools is defined }}<|python_tag|>{% for m in messages %}
+    {%- if m.tool_calls and m.tool_calls | length != 1 %}{{ raise_exception("one") }}{% endif %}
+    {{- m.role }}:{{ m.content }}{{ (m.tool_calls or [{}])[0].id }};{% endfor %}"""
+    text = tokenizer(template)
+    calls = [{**CALL, "id": name} for name in "abc"]
+    results = [{"role": "tool", "content": name, "tool_call_id": name} for name in "bca"]
+    said = {"role": "assistant", "content": "Yes.", "tool_calls": calls}
+    talk = [TALK[0], said, *results, {"role": "user", "content": "And?"}]
+    check_calls(talk)
+    messages, tools = Dialect.of(text).prompt(talk, [LOOK])
+    assert text.render_chat(messages, tools=tools).endswith(
+        "user:Look at é.;assistant:Yes.a;tool:a;assistant:b;tool:b;assistant:c;tool:c;user:And?;"
+    )
+    assert said["tool_calls"] is calls
+
+
 def test_a_template_that_knows_none_is_told_in_text(smollm2: Tokenizer) -> None:
     dialect = Dialect.of(smollm2)
     assert not dialect.native
