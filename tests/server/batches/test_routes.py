@@ -493,6 +493,7 @@ def test_keys_see_their_own_files_and_batches_only(tmp_path: Path) -> None:
 # --- faults of the engine --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_engine_is_killed_under_a_batch_and_no_line_is_lost() -> None:
     with (
         ServerThread(lambda: fake_llm("slow"), batch_concurrency=10) as server,
@@ -521,6 +522,7 @@ def test_the_engine_is_killed_under_a_batch_and_no_line_is_lost() -> None:
         assert batch.error_file_id is None
 
 
+@pytest.mark.slow
 def test_a_line_that_kills_the_engine_gets_an_error_and_the_others_their_answer() -> None:
     with ServerThread(lambda: fake_llm("kills")) as server, connect(server) as client:
         lines = [line(str(number), prompt=f"say {number}", model="kills") for number in range(20)]

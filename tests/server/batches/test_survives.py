@@ -63,6 +63,7 @@ def check(client: openai.OpenAI, batch_id: str, count: int) -> None:
     assert batch.error_file_id is None
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_no_line_is_lost_and_none_is_twice(tmp_path: Path) -> None:
     with running("slow", tmp_path, batch_concurrency=6) as (server, client):
         file = client.files.create(file=lines(60, "slow"), purpose="batch")
