@@ -3,7 +3,8 @@
 A graph is captured per (rows bucket, context bucket) over static index buffers and
 replayed for every decode-only plan that fits. Nothing in it can move a bit: rows beyond
 the plan's are padding that stores nothing (slot -1, a run of no rows), and the context
-bucket only sizes launches, since attention's segments stand at absolute positions.
+bucket only sizes launches, since attention's segments stand at absolute positions. Steps
+whose runs share long prefixes have graphs of their own, see `sharing`.
 
 Ownership: all graphs share one memory pool and one set of index buffers, so a replay
 overwrites what the one before it returned, in stream order.
@@ -11,7 +12,7 @@ overwrites what the one before it returned, in stream order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -20,13 +21,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.kernels.contract import AttentionBatch
+from lockstep.kernels.contract import AttentionBatch, SharedSegments
 from lockstep.runner.batch import Segment, StepBatch
 from lockstep.runner.plan import Plan
+from lockstep.runner.sharing import BUNCH, Shared, shared_runs
 
 _ALIGN = 16  # int32 elements: every array starts on a 64-byte boundary
 _FIRST_CONTEXT = 1024
 _HOST_BUFFERS = 2  # as many as steps can be under way
+_ROWS_A_BUNCH = 8  # a bucket has room for one bunch in so many rows
+# What the driver itself takes for a graph, at most: the rest of a difference in free memory
+# is some other program's.
+_DRIVER_BYTES = 32 << 20
 
 Forward = Callable[[StepBatch], Tensor]
 Capture = Callable[[Callable[[], Tensor]], "Captured"]
@@ -50,13 +56,18 @@ class CudaCapture:
 
     def __call__(self, function: Callable[[], Tensor]) -> Captured:
         torch.cuda.synchronize(self._device)
-        before = torch.cuda.mem_get_info(self._device)[0]
+        free, held = torch.cuda.mem_get_info(self._device)[0], self._held()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             output = function()
         torch.cuda.synchronize(self._device)
-        used = before - torch.cuda.mem_get_info(self._device)[0]
-        return Captured(graph.replay, output, max(used, 0))
+        own = self._held() - held
+        driver = free - torch.cuda.mem_get_info(self._device)[0] - own
+        return Captured(graph.replay, output, own + min(max(driver, 0), _DRIVER_BYTES))
+
+    def _held(self) -> int:
+        """Bytes that this process's allocator has taken of the device."""
+        return int(torch.cuda.memory_stats(self._device)["reserved_bytes.all.current"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +75,28 @@ class _Layout:
     """Where each array of a (rows, columns) shape lies in the flat index buffers.
 
     `arrays` holds (begin, shape) of ids, positions, query_start, context_len, then slots
-    and page table of every group.
+    and page table of every group; with `bunches` then of every full group the arrays of
+    `SharedSegments`.
     """
 
     rows: int
     columns: int
+    bunches: int
     arrays: tuple[tuple[int, tuple[int, ...]], ...]
     size: int
 
     @staticmethod
-    def of(rows: int, columns: int, groups: int) -> _Layout:
+    def of(rows: int, columns: int, groups: int, sharing: int, bunches: int) -> _Layout:
         shapes: list[tuple[int, ...]] = [(rows,), (rows,), (rows + 1,), (rows,)]
         for _ in range(groups):
             shapes += [(rows,), (rows, columns)]
+        if bunches:
+            shapes += [(rows,), (bunches, BUNCH), (bunches,)] * sharing
         arrays, begin = [], 0
         for shape in shapes:
             arrays.append((begin, shape))
             begin += -(-int(np.prod(shape)) // _ALIGN) * _ALIGN
-        return _Layout(rows, columns, tuple(arrays), begin)
+        return _Layout(rows, columns, bunches, tuple(arrays), begin)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         return [
@@ -126,7 +141,8 @@ class DecodeGraphs:
     Args:
         forward: hidden rows that need logits, of a batch in which all rows do; reads the
             batch's tensors and nothing else of the host's, so that it can be captured.
-        num_layers, num_groups, page_tokens: as in `BatchBuilder`.
+        num_layers, page_tokens: as in `BatchBuilder`.
+        windows: of every group, None for full attention.
         max_context: most tokens of a sequence. max_rows: largest bucket.
         budget: bytes that graphs may take; beyond it new shapes run without one.
         capture: captures a function; a test passes one that needs no GPU.
@@ -137,7 +153,7 @@ class DecodeGraphs:
         forward: Forward,
         *,
         num_layers: int,
-        num_groups: int,
+        windows: Sequence[int | None],
         page_tokens: int,
         max_context: int,
         max_rows: int,
@@ -147,14 +163,15 @@ class DecodeGraphs:
     ) -> None:
         self._forward = forward
         self._num_layers = num_layers
-        self._num_groups = num_groups
+        self._num_groups = len(windows)
+        self._full = [group for group, window in enumerate(windows) if window is None]
         self._page_tokens = page_tokens
         self._rows = row_buckets(max_rows)
         self._contexts = context_buckets(max_context)
         self._left = budget
         self._capture = capture
-        self._graphs: dict[tuple[int, int], _Graph] = {}
-        largest = self._layout(max_rows, self._contexts[-1]).size
+        self._graphs: dict[tuple[int, int, bool], _Graph] = {}
+        largest = self._layout(max_rows, self._contexts[-1], True).size
         pinned = device.type == "cuda"
         self._device = torch.zeros(largest, dtype=torch.int32, device=device)
         self._host = [
@@ -170,7 +187,8 @@ class DecodeGraphs:
         for done, rows in enumerate(reversed(self._rows)):
             if progress is not None:
                 progress("capturing decode graphs", done / len(self._rows))
-            self._graph(rows, self._contexts[0])
+            self._graph(rows, self._contexts[0], False)
+        self._graph(self._rows[-1], self._contexts[min(1, len(self._contexts) - 1)], True)
         if progress is not None:
             progress("capturing decode graphs", 1.0)
 
@@ -191,23 +209,62 @@ class DecodeGraphs:
         longest = max(run.start for run in runs) + 1
         rows = next(size for size in self._rows if size >= len(runs))
         context = next((size for size in self._contexts if size >= longest), None)
-        graph = None if context is None else self._graph(rows, context)
+        if context is None:
+            return None
+        tables = [self._table(plan, group, context) for group in range(self._num_groups)]
+        shared = self._shared(plan, tables, rows)
+        graph = self._graph(rows, context, bool(shared))
         if graph is None:
             return None
         layout = graph.layout
         self._turn = (self._turn + 1) % _HOST_BUFFERS
         host = self._host[self._turn]
-        self._fill(plan, layout, host.numpy())
+        self._fill(plan, tables, shared, layout, host.numpy())
         self._device[: layout.size].copy_(host[: layout.size], non_blocking=True)
         if feed is not None:
             feed(layout.views(self._device)[0])
         graph.captured.replay()
         return graph.captured.output[: len(runs)]
 
-    def _layout(self, rows: int, context: int) -> _Layout:
-        return _Layout.of(rows, -(-context // self._page_tokens), self._num_groups)
+    def _layout(self, rows: int, context: int, sharing: bool) -> _Layout:
+        return _Layout.of(
+            rows,
+            -(-context // self._page_tokens),
+            self._num_groups,
+            len(self._full),
+            self._bunches(rows) if sharing else 0,
+        )
 
-    def _fill(self, plan: Plan, layout: _Layout, flat: NDArray[np.int32]) -> None:
+    @staticmethod
+    def _bunches(rows: int) -> int:
+        return max(1, rows // _ROWS_A_BUNCH)
+
+    def _table(self, plan: Plan, group: int, context: int) -> NDArray[np.int32]:
+        """Page tables of the plan's runs [n, columns]."""
+        columns = -(-context // self._page_tokens)
+        table = np.full((len(plan.runs), columns), -1, np.int32)
+        for row, run in enumerate(plan.runs):
+            pages = run.pages[group]
+            table[row, : len(pages)] = pages[:columns]
+        return table
+
+    def _shared(
+        self, plan: Plan, tables: Sequence[NDArray[np.int32]], rows: int
+    ) -> list[Shared | None]:
+        """What the runs share in each full group; empty where no group shares enough."""
+        context = np.fromiter((run.start + 1 for run in plan.runs), np.int32, len(plan.runs))
+        found = [shared_runs(tables[group], context, self._page_tokens) for group in self._full]
+        fits = all(s is None or len(s.bunch_segments) <= self._bunches(rows) for s in found)
+        return found if fits and any(s is not None for s in found) else []
+
+    def _fill(
+        self,
+        plan: Plan,
+        tables: Sequence[NDArray[np.int32]],
+        shared: Sequence[Shared | None],
+        layout: _Layout,
+        flat: NDArray[np.int32],
+    ) -> None:
         """The plan's index arrays, and padding behind them."""
         runs = plan.runs
         n, rows = len(runs), layout.rows
@@ -222,25 +279,45 @@ class DecodeGraphs:
         at = np.arange(n)
         for group in range(self._num_groups):
             slots, table = groups[2 * group], groups[2 * group + 1]
-            for row, run in enumerate(runs):
-                pages = run.pages[group]
-                table[row, : len(pages)] = pages[: layout.columns]
-                table[row, len(pages) :] = -1
+            table[:n] = tables[group]
             own = table[at, page]
             if own.min() < 0:
                 raise ValueError(f"group {group}: a row of the step stands on no page")
             slots[:n] = own * np.int32(self._page_tokens) + offset
             slots[n:] = -1
+        for place, found in enumerate(shared):
+            begin = 2 * self._num_groups + 3 * place
+            segments, members, counts = groups[begin : begin + 3]
+            segments.fill(0)
+            counts.fill(0)
+            members.fill(-1)
+            if found is not None:
+                used = len(found.bunch_segments)
+                segments[:n] = found.segments
+                members[:used], counts[:used] = found.members, found.bunch_segments
 
-    def _graph(self, rows: int, context: int) -> _Graph | None:
+    def _graph(self, rows: int, context: int, sharing: bool) -> _Graph | None:
         """The graph of a bucket, captured on first use; None when the budget is spent."""
-        found = self._graphs.get((rows, context))
+        found = self._graphs.get((rows, context, sharing))
         if found is not None or self._left <= 0:
             return found
-        layout = self._layout(rows, context)
+        layout = self._layout(rows, context, sharing)
         ids, positions, query_start, context_len, *groups = layout.views(self._device)
+        of_full = groups[2 * self._num_groups :]
+        shared = {
+            group: SharedSegments(*of_full[3 * place : 3 * place + 3])
+            for place, group in enumerate(self._full if sharing else ())
+        }
         attention = tuple(
-            AttentionBatch(query_start, context_len, groups[2 * g + 1], groups[2 * g], 1, context)
+            AttentionBatch(
+                query_start,
+                context_len,
+                groups[2 * g + 1],
+                groups[2 * g],
+                1,
+                context,
+                shared.get(g),
+            )
             for g in range(self._num_groups)
         )
         segment = Segment(0, self._num_layers, None, positions, attention, rows, None)
@@ -248,11 +325,13 @@ class DecodeGraphs:
         # No row yet: the first pass compiles what the bucket's shapes need, and stores nothing.
         for view in (ids, positions, query_start, context_len):
             view.zero_()
-        for slots in groups[::2]:
+        for slots in groups[: 2 * self._num_groups : 2]:
             slots.fill_(-1)
+        for view in of_full:
+            view.zero_()
         self._forward(batch)
         captured = self._capture(lambda: self._forward(batch))
         self._left -= captured.nbytes
         graph = _Graph(layout, captured)
-        self._graphs[(rows, context)] = graph
+        self._graphs[(rows, context, sharing)] = graph
         return graph

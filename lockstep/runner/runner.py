@@ -135,7 +135,7 @@ class Runner:
             self._graphs = DecodeGraphs(
                 self._trunk,
                 num_layers=self.num_layers,
-                num_groups=len(self.groups),
+                windows=[group.window for group in self.groups],
                 page_tokens=page_tokens,
                 max_context=self.max_context,
                 max_rows=max_sequences,

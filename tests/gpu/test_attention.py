@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lockstep.kernels import exact, reference
-from lockstep.kernels.contract import Backend
+from lockstep.kernels.contract import AttentionBatch, Backend, SharedSegments
+from lockstep.runner.sharing import shared_runs
 from tests.kernels.support import DTYPES, Sequences, same_bits
 
 SHAPES = [(9, 3, 64), (32, 8, 128), (4, 1, 256), (2, 2, 64)]
@@ -50,7 +53,7 @@ def test_mixed_launches_with_strangers(
     for seed in (1, 2):
         crowd = group_of(
             gpu, lengths, shape, dtype=dtype, window=window, page_seed=seed,
-            page_tokens=(8, 32)[seed - 1],
+            page_tokens=(8, 64)[seed - 1],
         )  # fmt: skip
         done = [0] * len(lengths)
         pieces: list[list[torch.Tensor]] = [[] for _ in lengths]
@@ -84,7 +87,7 @@ def test_tiles_and_splits(
 ) -> None:
     from lockstep.kernels.cuda.attention import attention
 
-    group = group_of(gpu, (1300, 40, 700), shape, dtype=dtype, window=window)
+    group = group_of(gpu, (1300, 40, 700), shape, dtype=dtype, window=window, page_tokens=64)
     ends = (1300, 40, 700)
     group.launch(*((i, 0, n) for i, n in enumerate(ends)))
     prefill = [(i, 0, n) for i, n in enumerate(ends)]
@@ -102,17 +105,65 @@ def test_tiles_and_splits(
         for lines, warps, stages in tiles:
             if dtype == torch.float32 and lines > 16 and shape[2] > 64:
                 continue
-            for split in (False, True):
-                out = attention(
-                    q, group.kv, batch, group.scale, window,
-                    lines=lines, split=split, warps=warps, stages=stages,
-                )  # fmt: skip
-                assert same_bits(out, expected), (lines, warps, stages, split)
+            # Whole pages by the bulk copy engine, or rows gathered one by one.
+            for split, parts, bulk in ((False, 1, True), (True, 2, True), (True, 3, False)):
+                for _ in range(2):  # a split tile must leave its counter as it found it
+                    out = attention(
+                        q, group.kv, batch, group.scale, window, lines=lines,
+                        split=split, parts=parts, bulk=bulk, warps=warps, stages=stages,
+                    )  # fmt: skip
+                    assert same_bits(out, expected), (lines, warps, stages, split, bulk)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_segments_read_once_for_several_runs(
+    gpu: Backend, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Runs on one prefix with its segments computed by bunch: the bits of each by itself."""
+    from lockstep.kernels.cuda.attention import attention
+
+    runs, source = 40, random.Random(3)
+    ends = [source.randint(1100, 1600) for _ in range(runs)]
+    group = group_of(gpu, tuple(ends), shape, dtype=dtype, page_tokens=64)
+    for i in range(runs):
+        group.whole(i)
+    batch = group.batch([(i, n - 1, n) for i, n in enumerate(ends)])
+    table = batch.page_table.clone()
+    for i in range(runs):  # one prefix, which forks after its first segment
+        table[i, :8] = table[0, :8]
+        if i % 3:
+            table[i, 8:16] = table[1, 8:16]
+    batch = replace(batch, page_table=table)
+    found = shared_runs(table.cpu().numpy(), np.array(ends, np.int32), 64)
+    assert found is not None
+    assert set(found.segments.tolist()) == {1, 2}
+    shared = SharedSegments(
+        *(torch.from_numpy(a).cuda() for a in (found.segments, found.members, found.bunch_segments))
+    )
+    q = torch.randn(runs, shape[0], shape[2], device="cuda").to(dtype)
+    expected = [
+        attention(
+            q[i : i + 1].contiguous(), group.kv,
+            AttentionBatch(
+                batch.query_start[:2], batch.context_len[i : i + 1].clone(),
+                table[i : i + 1].contiguous(), batch.slots[i : i + 1], 1, 1600,
+            ),
+            group.scale, None,
+        )
+        for i in range(runs)
+    ]  # fmt: skip
+    for parts in (1, 2, 4):
+        out = attention(
+            q, group.kv, replace(batch, shared=shared), group.scale, None, split=True, parts=parts
+        )
+        assert same_bits(out, torch.cat(expected)), parts
+
+
+@pytest.mark.parametrize("page_tokens", [16, 64])
 @pytest.mark.parametrize("filler", [0.0, float("inf"), -1e30])
-def test_stale_values_never_enter(gpu: Backend, filler: float) -> None:
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "window": 50}
+def test_stale_values_never_enter(gpu: Backend, filler: float, page_tokens: int) -> None:
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "window": 50, "page_tokens": page_tokens}
     group = group_of(gpu, (137, 20), (9, 3, 64), **options)
     other = group_of(gpu, (137, 20), (9, 3, 64), page_seed=5, filler=filler, **options)
     for i in range(2):

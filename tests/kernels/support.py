@@ -101,7 +101,7 @@ class Sequences:
         ]
         needed = [-(-n // page_tokens) for n in lengths]
         count = sum(needed) + 3
-        stride = 2 * kv_heads * page_tokens * head_dim + 32
+        stride = (2 * kv_heads * page_tokens + 1) * head_dim
         self.pool = torch.full((count * stride + 16,), filler, dtype=dtype, device=device)
         self.kv = ops.kv_layer(
             self.pool,

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from tests.kernels import interpreter  # before anything imports triton
 
+from dataclasses import replace  # isort: skip
+
 import pytest  # isort: skip
 import torch  # isort: skip
 
 from lockstep.config import ConfigError  # isort: skip
 from lockstep.kernels import exact, reference, tree  # isort: skip
-from lockstep.kernels.contract import Backend, QKNorm  # isort: skip
+from lockstep.kernels.contract import Backend, QKNorm, SharedSegments  # isort: skip
 from tests.kernels import triton_trees  # isort: skip
 from tests.kernels.support import DTYPES, Sequences, randn, same_bits  # isort: skip
 from tests.kernels.test_sampling import rows_of  # isort: skip
@@ -158,6 +160,28 @@ def test_segments_split_or_in_sequence(ops: Backend, window: int | None) -> None
         attention(q, group.kv, batch, group.scale, window, split=split) for split in (True, False)
     ]
     assert same_bits(*forms)
+
+
+def test_segments_read_once_for_several_runs(ops: Backend) -> None:
+    """Runs that share pages, with their common segments computed by bunch: the same bits."""
+    from lockstep.kernels.cuda.attention import attention
+
+    group = Sequences(
+        ops, (600,) * 3, dtype=torch.float32, q_heads=2, kv_heads=1, head_dim=16, page_tokens=64
+    )
+    group.pool.copy_(randn(group.pool.numel(), seed=4))
+    plain = group.batch([(i, 599 - 20 * i, 600 - 20 * i) for i in range(3)])
+    plain.page_table[2, :8] = plain.page_table[0, :8]
+    q = randn(3, 2, 16, seed=3)
+    shared = SharedSegments(
+        segments=torch.tensor([1, 0, 1], dtype=torch.int32),
+        members=torch.tensor([[0, 2], [-1, -1]], dtype=torch.int32),
+        bunch_segments=torch.tensor([1, 0], dtype=torch.int32),
+    )
+    want = attention(q, group.kv, plain, group.scale, None, split=False)
+    together = replace(plain, shared=shared)
+    out = attention(q, group.kv, together, group.scale, None, split=True, parts=1)
+    assert same_bits(out, want)
 
 
 def test_sums_and_maxima(ops: Backend) -> None:

@@ -23,7 +23,7 @@ from lockstep.kernels.cuda.common import chain, chained, multiprocessors, power_
 
 _LOG2E = 1.4426950408889634
 _MOST_SPLIT = 1 << 17  # tiles times key/value heads
-_SCRATCH_BYTES = 256 << 20  # of partials; beyond it segments run in sequence
+_SCRATCH_BYTES = 320 << 20  # of partials; beyond it segments run in sequence
 _SPLIT_BELOW = 2  # tiles a multiprocessor; more of them fill the device as they are
 _PROGRAMS = 8  # a multiprocessor, that splits aim at
 
@@ -419,8 +419,12 @@ def attention(
     scratch_lines = scratch_lines if split else 0
     scratch = torch.empty(scratch_lines * (size + 2), dtype=torch.float32, device=q.device)
     partials = scratch.split((scratch_lines * size, scratch_lines, scratch_lines))
+    if not split:
+        parts = 1
+    elif parts is None:
+        parts = _parts(tiles, segments, q.device)
     if warps is None:
-        warps = _warps(lines, size, q.dtype)
+        warps = _warps(lines, size, q.dtype, parts)
     block = tree.BLOCK["cuda"][size]
     if bulk is None:
         bulk = _bulk_allowed(kv, block)
@@ -445,11 +449,10 @@ def attention(
         _common_kernel[(bunches * kv_heads, segments)](
             q, keys, values, *partials, batch.query_start, batch.page_table, shared.members,
             shared.bunch_segments, batch.page_table.shape[1], kv.v.stride(0), rows, scale * _LOG2E,
-            BM=wide_lines, ROWS=wide, num_warps=_warps(wide_lines, size, q.dtype), **options,
+            BM=wide_lines, ROWS=wide, num_warps=_warps(wide_lines, size, q.dtype, segments),
+            **options,
         )  # fmt: skip
-    if split and parts is None:
-        parts = _parts(tiles, segments, q.device)
-    _attention_kernel[(tiles, parts if split else 1)](
+    _attention_kernel[(tiles, parts)](
         q, keys, values, out, *partials, _arrivals(q.device),
         batch.query_start, batch.context_len, batch.page_table, common,
         runs, batch.page_table.shape[1], kv.v.stride(0), rows, scale * _LOG2E,
@@ -459,6 +462,8 @@ def attention(
     return out
 
 
-def _warps(lines: int, size: int, dtype: torch.dtype) -> int:
-    wide = lines >= 128 or lines * size >= 64 * 256 or dtype == torch.float32
-    return 8 if wide else 4
+def _warps(lines: int, size: int, dtype: torch.dtype, parts: int) -> int:
+    """Warps of a program: few where many programs read at the memory's rate side by side."""
+    if lines >= 128 or lines * size >= 64 * 256 or dtype == torch.float32:
+        return 8
+    return 2 if lines * size <= 16 * 128 and parts == 1 else 4

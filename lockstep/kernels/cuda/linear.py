@@ -26,7 +26,6 @@ from lockstep.kernels.cuda.common import (
     check_rows,
     gate,
     multiprocessors,
-    prefetch_rows,
     product,
 )
 from lockstep.kernels.cuda.tuning import Tile, choose
@@ -37,10 +36,6 @@ _SPLIT_BELOW = 264
 # Elements of a tile that is stored in float32 from a bfloat16 product: it goes through
 # shared memory beside the pipeline's stages.
 _WIDEST_FLOAT32 = 128 * 128
-# Bytes of weights that a program asks for while the launch before it ends: few rows read
-# weights at the rate of the memory, which must not stand still between two launches.
-_PREFETCH_BYTES = 64 << 10
-_PREFETCH_ROWS = 256
 
 
 @triton.jit
@@ -85,7 +80,7 @@ def _plain_kernel(
     N: tl.constexpr, K: tl.constexpr, SLICE: tl.constexpr, SPLIT: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    PREFETCH: tl.constexpr, CHAINED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program a tile (and a slice, with SPLIT). N counts output columns."""
     WIDTH: tl.constexpr = 2 if ACTIVATION else 1  # stored rows of an output column
@@ -104,8 +99,6 @@ def _plain_kernel(
         end = min(begin + SLICE, K)
     x_at = x + x_rows[:, None] * K + (begin + inner)[None, :]
     w_at = w + w_rows[None, :] * K + (begin + inner)[:, None]
-    if PREFETCH:
-        prefetch_rows(w + w_rows * K + begin, PREFETCH)
     chain(CHAINED)
     acc = tl.zeros((BM, BN * WIDTH), dtype=tl.float32)
     # -0 + v is v for every v, so the first slice enters unchanged.
@@ -164,21 +157,16 @@ def _fold_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _bulk_kernel(
-    x, w, weight, bias, residual, out, M,
+    x, w, bias, residual, out, M,
     N: tl.constexpr, K: tl.constexpr, SLICE: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    PREFETCH: tl.constexpr, CHAINED: tl.constexpr, PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
+    CHAINED: tl.constexpr, PROGRAMS: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """A program walks tiles with a stride; x and w are descriptors for the bulk copy engine."""
     WIDTH: tl.constexpr = 2 if ACTIVATION else 1
     row_tiles = tl.cdiv(M, BM)
     column_tiles = tl.cdiv(N, BN)
-    if PREFETCH:
-        _, first = _tile_at(tl.program_id(0), row_tiles, column_tiles, GROUP)
-        stored = first * (BN * WIDTH) + tl.arange(0, BN * WIDTH)
-        stored = tl.where(stored < N * WIDTH, stored, 0).to(tl.int64)
-        prefetch_rows(weight + stored * K, PREFETCH)
     chain(CHAINED)
     for index in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLAT):
         row_tile, column_tile = _tile_at(index, row_tiles, column_tiles, GROUP)
@@ -232,12 +220,7 @@ def _launch(
     length = tree.slice_length(k, slices)
     width = 2 if activation else 1
     launch = chained(x.device)
-    row_bytes = length * x.element_size()
-    fetch = _PREFETCH_BYTES // (tile.n * width)
-    if m > _PREFETCH_ROWS or not launch["CHAINED"] or row_bytes % 16:
-        fetch = 0
     options = {
-        "PREFETCH": min(fetch, row_bytes),
         "N": n,
         "K": k,
         "SLICE": length,
@@ -260,7 +243,7 @@ def _launch(
         _bulk_kernel[(programs,)](
             TensorDescriptor.from_tensor(x, [tile.m, tile.k]),
             TensorDescriptor.from_tensor(weight, [tile.n * width, tile.k]),
-            weight, bias, residual, out, m,
+            bias, residual, out, m,
             PROGRAMS=programs, FLAT=slices == 1, **options,
         )  # fmt: skip
         return out
