@@ -32,9 +32,13 @@ def engine_on(
     chunk: int = 2048,
     sequences: int = 256,
     keep: bool = True,
+    overlap: bool = True,
 ) -> Engine:
     scheduler = SchedulerConfig(
-        max_step_tokens=tokens, max_sequences=sequences, max_chunk_tokens=chunk
+        max_step_tokens=tokens,
+        max_sequences=sequences,
+        max_chunk_tokens=chunk,
+        overlap=overlap,
     )
     return Engine(runner, scheduler, CacheConfig(prefix_caching=keep))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +21,18 @@ NAMES = ("qwen3", "llama", "gemma3")
 
 
 def runners(name: str, gpu: Backend, folder: Path, dtype: torch.dtype) -> tuple[Runner, Runner]:
-    """Two over the same weights: with graphs and without."""
+    """Two over the same weights: with graphs and large pages, and without."""
     model = load_model(save(build_oracle(name), folder), gpu, dtype)
     with_graphs, without = (
-        Runner(model, gpu, memory_bytes=64 << 20, max_sequences=128, graphs=graphs)
-        for graphs in (True, False)
+        Runner(
+            model,
+            gpu,
+            memory_bytes=64 << 20,
+            max_sequences=128,
+            graphs=page_tokens == 64,
+            page_tokens=page_tokens,
+        )
+        for page_tokens in (64, 16)
     )
     return with_graphs, without
 
@@ -38,7 +48,7 @@ def plain(requests: list[Request], output: int) -> list[Request]:
     return made
 
 
-def tokens_of(runner: Runner, requests: list[Request], **settings: int) -> dict[str, list[int]]:
+def tokens_of(runner: Runner, requests: list[Request], **settings: Any) -> dict[str, list[int]]:
     engine = engine_on(runner, **settings)
     found: dict[str, list[int]] = {request.id: [] for request in requests}
     for request in requests:
@@ -68,9 +78,47 @@ def test_on_and_off(gpu: Backend, tmp_path: Path, name: str, dtype: torch.dtype)
 def test_draws_without_logprobs(gpu: Backend, tmp_path: Path, name: str) -> None:
     graphs, eager = runners(name, gpu, tmp_path, torch.bfloat16)
     requests = plain(some_requests(60, 131, 200, 1), 40)
-    expected = tokens_of(eager, requests)
+    expected = tokens_of(eager, requests, overlap=False)
+    assert tokens_of(eager, requests) == expected
     for sequences in (1, 5, 60):
+        for overlap in (False, True):
+            found = tokens_of(graphs, requests, sequences=sequences, overlap=overlap)
+            assert found == expected, (sequences, overlap)
+
+
+def test_stops_that_the_host_learns_late(gpu: Backend, tmp_path: Path) -> None:
+    """Sequences end in the middle of steps that were begun before anybody knew."""
+    graphs, eager = runners("qwen3", gpu, tmp_path, torch.bfloat16)
+    requests = [
+        replace(request, stop_ids=tuple(range(0, 131, 7)))
+        for request in plain(some_requests(90, 131, 120, 1), 60)
+    ]
+    expected = tokens_of(eager, requests, overlap=False)
+    assert len({len(ids) for ids in expected.values()}) > 10
+    for sequences in (2, 17, 90):
         assert tokens_of(graphs, requests, sequences=sequences) == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_prefix_that_many_share(gpu: Backend, tmp_path: Path, name: str) -> None:
+    oracle = build_oracle(name, max_position_embeddings=2048)
+    model = load_model(save(oracle, tmp_path), gpu, torch.bfloat16)
+    graphs, eager = (
+        Runner(model, gpu, memory_bytes=256 << 20, max_sequences=64, graphs=on, page_tokens=64)
+        for on in (True, False)
+    )
+    source = random.Random(9)
+    common = [source.randrange(131) for _ in range(1100)]
+    requests = []
+    for index in range(48):
+        own = [source.randrange(131) for _ in range(source.randint(1, 90))]
+        begun = common[: 1100 if index % 4 else 700]
+        requests.append(Request(f"r{index}", (*begun, *own), SamplingParams()))
+    requests = plain(requests, 24)
+    expected = tokens_of(eager, requests, sequences=3, keep=False)
+    assert tokens_of(graphs, requests, sequences=64) == expected
+    assert graphs._graphs is not None
+    assert any(sharing for _, _, sharing in graphs._graphs._graphs)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -85,10 +85,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build_oracle(name: str) -> Any:
-    """A random transformers model in float32 whose every tensor matters."""
+def build_oracle(name: str, **more: Any) -> Any:
+    """A random transformers model in float32 whose every tensor matters; `more` of its
+    configuration."""
     model_type, changes = TINY[name]
-    config = AutoConfig.for_model(model_type, **{**_COMMON, **changes})
+    config = AutoConfig.for_model(model_type, **{**_COMMON, **changes, **more})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
