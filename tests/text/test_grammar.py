@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 import regex
 from hypothesis import given, settings
@@ -19,65 +16,18 @@ from hypothesis import strategies as st
 from lockstep.text import Tokenizer
 from lockstep.text.grammar import check_ebnf, from_gbnf, json_rule, literal
 from lockstep.text.grammar_matcher import (
-    COMPILE_SECONDS,
     CompiledGrammar,
     GrammarCompiler,
     GrammarState,
     has,
 )
 from lockstep.types import Grammar, RequestError
-
-ROWS = 49160  # the model's head has a few rows more than SmolLM2's vocabulary
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "nick": {"type": ["string", "null"], "pattern": "^[a-z]{1,6}$"},
-        "tags": {"type": "array", "items": {"enum": ["a", "b c", 3, None]}, "maxItems": 3},
-    },
-    "required": ["name", "nick", "tags"],
-    "additionalProperties": False,
-}
+from tests.text.grammars import PERSON, ROWS, accepts, ids_of, start, walk
 
 
 @pytest.fixture(scope="module")
 def compiler(smollm2: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(lambda: smollm2, ROWS)
-
-
-def start(compiler: GrammarCompiler, grammar: Grammar, stop_ids: Sequence[int]) -> GrammarState:
-    return compiler.compile(grammar).start(stop_ids)
-
-
-def ids_of(words: np.ndarray) -> list[int]:
-    return [int(i) for i in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
-
-
-def walk(
-    state: GrammarState, tokenizer: Tokenizer, seed: int, most: int = 60
-) -> tuple[str, list[int], bool]:
-    """Text and tokens of a random walk, and whether it came to the grammar's end."""
-    chance = np.random.default_rng(seed)
-    taken: list[int] = []
-    while len(taken) < most and not state.done:
-        words = state.pending().words()
-        assert not state.error, state.error
-        assert words.any() or state.may_end
-        if not words.any() or (state.may_end and chance.random() < 0.3):
-            return _text(tokenizer, taken), taken, True
-        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-        # Short tokens more often, so that walks end.
-        some = [int(token) for token in chance.choice(allowed, 8)]
-        token = min(some, key=lambda t: len(tokenizer.token_bytes(t)))
-        if token in tokenizer.eos_ids:
-            return _text(tokenizer, taken), taken, True
-        taken.append(token)
-        state.advance(token)
-    return _text(tokenizer, taken), taken, state.done
-
-
-def _text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    return b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", "replace")
 
 
 # --- masks --------------------------------------------------------------------------------
@@ -383,15 +333,6 @@ def test_space_between_values_is_bounded(compiler: GrammarCompiler, smollm2: Tok
 # --- other forms --------------------------------------------------------------------------------
 
 
-def accepts(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
-    state = start(compiler, grammar, tokenizer.eos_ids)
-    for token in tokenizer.encode(text, add_special_tokens=False):
-        if not has(state.pending().words(), token):
-            return False
-        state.advance(token)
-    return state.done or (state.pending().words() is not None and state.may_end)
-
-
 @pytest.mark.parametrize(
     ("pattern", "good", "bad"),
     [
@@ -449,173 +390,3 @@ def test_a_clients_ebnf_may_not_ask_for_what_is_not_done(source: str) -> None:
     with pytest.raises(RequestError) as caught:
         check_ebnf(source)
     assert caught.value.field == "grammar"
-
-
-# --- what is refused, and how long it takes ----------------------------------------------------
-
-OVERLAP = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
-BAD = [
-    Grammar("regex", "("),
-    Grammar("regex", ""),
-    Grammar("regex", r"(a)\1"),
-    Grammar("regex", "a(?=b)"),
-    Grammar("regex", r"[^\s\S]"),  # matches nothing
-    Grammar("choice", "[]"),
-    Grammar("choice", '[""]'),
-    Grammar("choice", "{}"),
-    Grammar("choice", "["),
-    Grammar("json_schema", ""),
-    Grammar("json_schema", '"x"'),
-    Grammar("json_schema", '{"properties": {"foo": "bar"}}'),
-    Grammar("json_schema", '{"uniqueItems": true}'),
-    Grammar("json_schema", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}'),
-    Grammar("json_schema", '{"type": "integer", "minimum": 3, "maximum": 1}'),
-    Grammar("json_schema", '{"$ref": "#"}'),
-    Grammar("json_schema", '{"$ref": "#/$defs/none"}'),
-    Grammar("json_schema", '{"$ref": "https://example.com/s.json"}'),
-    Grammar("json_schema", '{"type": "string", "format": "no-such-format"}'),
-    Grammar("json_schema", '{"type": "string", "pattern": "("}'),
-    Grammar("ebnf", ""),
-    Grammar("ebnf", "start: foo"),
-    Grammar("ebnf", "start: start"),
-    Grammar("ebnf", 'start: <|no_such_token|> "a"'),
-    Grammar("ebnf", "start: @other"),
-]
-
-
-@pytest.mark.parametrize("grammar", BAD, ids=lambda g: f"{g.kind}:{g.source[:40]}")
-def test_a_bad_grammar_is_refused_and_the_next_one_works(
-    compiler: GrammarCompiler, smollm2: Tokenizer, grammar: Grammar
-) -> None:
-    for _ in range(2):  # the second time from what is kept
-        with pytest.raises(RequestError) as caught:
-            compiler.compile(grammar)
-        assert caught.value.field == "grammar"
-        assert len(str(caught.value)) < 1200
-        assert "%llguidance" not in str(caught.value)
-        assert "x-guidance" not in str(caught.value)
-    assert accepts(compiler, smollm2, Grammar("regex", "ok"), "ok")
-
-
-@pytest.mark.parametrize(
-    ("schema", "path", "told"),
-    [
-        ({"properties": {"b": {"items": OVERLAP}}}, "/properties/b/items", "anyOf"),
-        ({"$defs": {"x": OVERLAP}, "items": {"$ref": "#/$defs/x"}}, "/$defs/x", "anyOf"),
-        ({"properties": {"a": {"format": "zip", "type": "string"}}}, "/properties/a", "zip"),
-        ({"anyOf": [{"const": 1}, {"type": "string", "pattern": "("}]}, "/anyOf/1", "unclosed"),
-        ({"properties": {"a": {"$ref": "#/$defs/no"}}}, "/properties/a", "does not exist"),
-    ],
-)
-def test_a_node_that_the_library_refuses_is_named(
-    compiler: GrammarCompiler, schema: dict[str, Any], path: str, told: str
-) -> None:
-    with pytest.raises(RequestError) as caught:
-        compiler.compile(Grammar("json_schema", json.dumps(schema)))
-    assert f"at {path}: " in str(caught.value)
-    assert told in str(caught.value)
-
-
-def _chain(count: int, form: str, last: str) -> str:
-    rules = [form.format(i, i + 1) for i in range(count)]
-    return "\n".join(["start: " + form.partition(":")[0].format(0), *rules, last.format(count)])
-
-
-def _refs(count: int, keyword: str) -> str:
-    defs: dict[str, Any] = {
-        f"x{i}": {keyword: [{"$ref": f"#/$defs/x{i + 1}"}, {"$ref": f"#/$defs/x{i + 1}"}]}
-        for i in range(count)
-    }
-    return json.dumps({"$defs": {**defs, f"x{count}": {"const": 1}}, "$ref": "#/$defs/x0"})
-
-
-HOSTILE = [
-    Grammar("regex", "(a|b)*a(a|b){20}"),
-    Grammar("regex", "(((a{1,100}){1,100}){1,100}){1,100}"),
-    Grammar("regex", "(.{0,1000}){0,1000}"),
-    Grammar("regex", r"(\w{1,1000}\s){1,1000}"),
-    Grammar("regex", "a{1000000000}"),
-    Grammar("regex", "a" * 60_000),
-    Grammar("regex", "(" * 20_000 + "a" + ")" * 20_000),
-    Grammar("regex", "(x+x+)+y"),
-    Grammar("choice", json.dumps([f"word {i}" for i in range(4096)])),
-    Grammar("json_schema", '{"type": "string", "minLength": 1000000000}'),
-    Grammar("json_schema", '{"type": "string", "minLength": 1000000, "pattern": "^a*$"}'),
-    Grammar("json_schema", '{"items": {"type": "integer"}, "minItems": 4000000000}'),
-    Grammar("json_schema", '{"type": "integer", "multipleOf": 99991}'),
-    Grammar("json_schema", json.dumps({"enum": [f"v{i}" for i in range(9000)]})),
-    Grammar(
-        "json_schema",
-        json.dumps(
-            {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}
-        ),
-    ),
-    Grammar("json_schema", _refs(30, "allOf")),
-    Grammar("json_schema", _refs(30, "anyOf")),
-    Grammar("json_schema", _refs(480, "anyOf")),
-    Grammar(
-        "json_schema",
-        json.dumps({"allOf": [{"pattern": f"(a|b)*a(a|b){{{k}}}"} for k in (10, 11, 12, 13)]}),
-    ),
-    Grammar("ebnf", _chain(490, 'r{}: r{} | "b"', 'r{}: "a"')),
-    Grammar("ebnf", _chain(490, 'T{}: T{} | "b"', 'T{}: "a"')),
-    Grammar("ebnf", _chain(30, "T{0}: T{1} T{1}", 'T{}: "a"')),
-    Grammar("ebnf", 'start: ("a" ("b" ("c"){1,1000}){1,1000}){1,1000}'),
-    Grammar("ebnf", 'start: a a a a a a a a\na: a a | "x" | ""'),
-    Grammar("ebnf", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
-    Grammar("ebnf", _chain(20_000, 'r{}: r{} | "b"', 'r{}: "a"')),
-]
-
-
-@pytest.mark.parametrize("grammar", HOSTILE, ids=lambda g: f"{g.kind}:{g.source[:40]}")
-def test_a_hostile_grammar_holds_nobody(
-    compiler: GrammarCompiler, smollm2: Tokenizer, grammar: Grammar
-) -> None:
-    """It is refused, or runs, or ends with an error; in any case soon."""
-    began = time.perf_counter()
-    try:
-        state = start(compiler, grammar, ())
-    except RequestError:
-        state = None
-    assert time.perf_counter() - began < COMPILE_SECONDS / 3
-    chance = random.Random(1)
-    for _ in range(12):
-        if state is None or state.done or state.error:
-            break
-        began = time.perf_counter()
-        allowed = ids_of(state.pending().words())
-        if allowed:
-            state.advance(chance.choice(allowed))
-        assert time.perf_counter() - began < 1.0
-    assert accepts(compiler, smollm2, Grammar("regex", "ok"), "ok")
-
-
-def test_a_compilation_that_does_not_end_is_given_up(smollm2: Tokenizer) -> None:
-    blocked = GrammarCompiler(lambda: smollm2, ROWS)
-    blocked.compile(Grammar("regex", "a"))
-    workers = blocked._workers
-    assert workers is not None
-    begun, release = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        begun.set()
-        release.wait(20)
-
-    workers.submit(hang)
-    assert begun.wait(5)
-    late = blocked.prepare(Grammar("regex", "b"))
-    blocked.give_up(late)
-    with pytest.raises(RequestError, match="to compile"):
-        late.result(0)
-    assert accepts(blocked, smollm2, Grammar("regex", "c"), "c")  # on another thread
-    release.set()
-
-
-def test_compiled_grammars_are_kept_but_not_all_of_them(smollm2: Tokenizer) -> None:
-    small = GrammarCompiler(lambda: smollm2, ROWS)
-    first = small.compile(Grammar("regex", "a0"))
-    assert small.compile(Grammar("regex", "a0", name="guided_regex")) is first
-    for number in range(1, 70):
-        small.compile(Grammar("regex", f"a{number}"))
-    assert len(small._kept) <= 64
-    assert small.compile(Grammar("regex", "a0")) is not first
