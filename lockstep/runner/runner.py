@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
 from typing import cast
 
 import numpy as np
@@ -411,6 +412,7 @@ class Runner:
                 numpy=np.__version__,  # rotation tables
                 lockstep=lockstep.__version__,
                 torch=torch.__version__,
+                llguidance=_grammar_library(),  # what a grammar allows
             ),
             load_seconds=self.identity.load_seconds,
             hidden_size=self.model.hidden_size,
@@ -441,6 +443,14 @@ def _results_of(plan: Plan, fetch: Callable[[], list[list[int]]]) -> StepResult:
         for token, good in zip(tokens, finite, strict=True)
     )
     return StepResult(plan.step, tuple(results))
+
+
+def _grammar_library() -> str:
+    """Its version, without loading it; "" on a machine that has none and so serves no grammar."""
+    try:
+        return metadata.version("llguidance")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def finite_rows(exits: Tensor) -> Tensor:
