@@ -80,13 +80,13 @@ def prepare(service: Service, turn: Turn, sampling: SamplingParams) -> Prepared:
     tokenizer, config = service.llm.tokenizer, service.config
     dialect = _dialect(tokenizer, config.tool_parser, config.reasoning_parser)
     ids = _encode(service, dialect, turn)
-    functions = turn.callable()
-    form = dialect.answer(tokenizer, ids, functions, turn.choice)
-    grammar = constrain(form, turn.choice, sampling.grammar, dialect.control_ids)
+    functions, choice = turn.callable(), dialect.settle(turn.choice)
+    form = dialect.answer(tokenizer, ids, functions, choice)
+    grammar = constrain(form, choice, sampling.grammar, dialect.control_ids)
     if functions and grammar is not None and not (sampling.stop or sampling.stop_token_ids):
         # Calls cannot go wrong, so they are told of while they are written. Beside a
         # response format, content may begin like a call; a client's stop may cut one off.
-        form = replace(form, eager=turn.choice.mode == "required" or sampling.grammar is None)
+        form = replace(form, eager=choice.mode == "required" or sampling.grammar is None)
     if grammar is not sampling.grammar:
         sampling = replace(sampling, grammar=grammar)
     return Prepared(ids, form, sampling, dialect.shown(form))

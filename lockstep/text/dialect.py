@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from lockstep.text.answer import AnswerFormat
@@ -91,6 +91,16 @@ class Dialect:
                 code="unsupported_parameter",
             )
         return written_out(messages, functions), None
+
+    def settle(self, choice: ToolChoice) -> ToolChoice:
+        """The choice with `parallel` decided.
+
+        A model whose template knows no tools was not taught when to stop calling: where
+        calls are all that it may write, it repeats the first one until there is no room.
+        """
+        if choice.parallel is not None:
+            return choice
+        return replace(choice, parallel=self.native or choice.mode != "required")
 
     def answer(
         self,

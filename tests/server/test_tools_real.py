@@ -76,7 +76,7 @@ def test_the_client_parses_the_arguments(smollm2: openai.OpenAI) -> None:
 
 
 def test_a_result_is_taken_into_the_answer(smollm2: openai.OpenAI) -> None:
-    message = ask(smollm2, tool_choice="required", parallel_tool_calls=False).choices[0].message
+    message = ask(smollm2, tool_choice="required").choices[0].message
     (call,) = message.tool_calls
     result = {"role": "tool", "tool_call_id": call.id, "content": json.dumps({"sky": "clear"})}
     talk = [*ASK, message.model_dump(exclude_none=True), result]

@@ -105,23 +105,22 @@ def choice_of(
     Raises:
         RequestError: a function that is not declared, or a call that nothing can answer.
     """
-    several = parallel is not False
     match choice:
         case None:
-            return ToolChoice("auto", None, several)
+            return ToolChoice("auto", None, parallel)
         case NamedTool(function=named):
             return ToolChoice("required", _declared([named.name], functions), False)
         case AllowedToolsChoice(allowed_tools=allowed):
             names = _declared([tool.function.name for tool in allowed.tools], functions)
             if not names:
                 raise RequestError("tool_choice: allowed_tools allows none", field="tool_choice")
-            return ToolChoice(allowed.mode, names, several)
+            return ToolChoice(allowed.mode, names, parallel)
         case _:
             if choice == "required" and not functions:
                 raise RequestError(
                     "tool_choice 'required' needs tools that can be called", field="tool_choice"
                 )
-            return ToolChoice(choice, None, several)
+            return ToolChoice(choice, None, parallel)
 
 
 def _declared(names: Sequence[str], functions: Sequence[Function]) -> tuple[str, ...]:

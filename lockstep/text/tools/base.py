@@ -84,12 +84,13 @@ class ToolChoice:
         mode: "none": it is not told of them; "auto": as it likes; "required": it answers
             with calls and nothing else.
         allowed: names of those that it may call; None for all that are declared.
-        parallel: whether one answer may hold several calls.
+        parallel: whether one answer may hold several calls. None: yes, but for required
+            calls of a model that was not taught when to stop calling; see `Dialect.settle`.
     """
 
     mode: Literal["none", "auto", "required"] = "auto"
     allowed: tuple[str, ...] | None = None
-    parallel: bool = True
+    parallel: bool | None = None
 
 
 class ToolFormat(ABC):

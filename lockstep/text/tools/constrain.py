@@ -37,7 +37,7 @@ def constrain(
             or an EBNF grammar beside calls or reasoning.
     """
     calling = form.tools is not None and choice.mode != "none"
-    strict = any(function.strict for function in form.functions) or not choice.parallel
+    strict = any(function.strict for function in form.functions) or choice.parallel is False
     required = choice.mode == "required"
     if answer is None and not (calling and (required or strict)):
         return None
@@ -49,7 +49,7 @@ def constrain(
     if calling and form.tools is not None:
         functions = [_keepable(function) for function in form.functions]
         write = form.tools.calls if required or answer is not None else form.tools.mixed
-        parts.append(rules.rule(write(rules, functions, several=choice.parallel)))
+        parts.append(rules.rule(write(rules, functions, several=choice.parallel is not False)))
     if answer is not None and not (calling and required):
         try:
             parts.append(_answer(rules, answer))

@@ -77,6 +77,15 @@ def test_settings_win_over_the_template() -> None:
     assert Dialect.of(tokenizer(QWEN)).thinking == THINK_MARKERS["think"]
 
 
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("mode", ["auto", "required", "none"])
+def test_several_calls_unless_nobody_taught_it_to_stop(native: bool, mode: Any) -> None:
+    dialect = Dialect.of(tokenizer(QWEN if native else None))
+    assert dialect.settle(ToolChoice(mode)).parallel is (native or mode != "required")
+    for given in (True, False):
+        assert dialect.settle(ToolChoice(mode, None, given)).parallel is given
+
+
 def test_a_format_that_nobody_teaches_the_model_is_refused(smollm2: Tokenizer) -> None:
     dialect = Dialect.of(smollm2, tool_parser="pythonic")
     assert dialect.prompt(TALK[:1], [])[1] is None
