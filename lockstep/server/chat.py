@@ -108,7 +108,7 @@ class ChatCall:
                     told = True
                 yield reply
         if self._body.include_usage:
-            yield self._reply([], usage=self._pieces.usage())
+            yield self._reply([])
 
     async def _chunks(self) -> AsyncGenerator[replies.ChatChunkChoice, None]:
         async with aclosing(self._pieces.steps()) as steps:
@@ -158,16 +158,20 @@ class ChatCall:
     def _prompt_token_ids(self) -> list[int] | UnsetType:
         return list(self._request.prompt) if self._body.return_token_ids else UNSET
 
-    def _reply(
-        self, choices: list[replies.ChatChunkChoice], *, usage: replies.Usage | None = None
-    ) -> replies.ChatChunk:
+    def _usage(self, *, last: bool) -> replies.Usage | UnsetType | None:
+        """What stands under `usage` in a chunk."""
+        if not self._body.include_usage:
+            return UNSET
+        return self._pieces.usage() if last or self._body.continuous_usage else None
+
+    def _reply(self, choices: list[replies.ChatChunkChoice]) -> replies.ChatChunk:
         return replies.ChatChunk(
             id=self._envelope.id,
             created=self._envelope.created,
             model=self._envelope.model,
             choices=choices,
             system_fingerprint=self._envelope.fingerprint,
-            usage=usage if self._body.include_usage else UNSET,
+            usage=self._usage(last=not choices),
         )
 
 

@@ -99,7 +99,8 @@ class CompletionCall:
         usage = None if self._body.include_usage else UNSET
         async with aclosing(self._choices()) as parts:
             async for part in parts:
-                yield self._reply([part], usage=usage)
+                so_far = self._pieces.usage() if self._body.continuous_usage else usage
+                yield self._reply([part], usage=so_far)
         if self._body.include_usage:
             yield self._reply([], usage=self._pieces.usage())
 

@@ -38,7 +38,14 @@ from lockstep.server.protocol import ChatBody, CompletionBody
 from lockstep.server.replies import encode
 from lockstep.text.answer import PLAIN, AnswerFormat
 from lockstep.text.reasoning import THINK_MARKERS
-from lockstep.types import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprob
+from lockstep.types import (
+    FinishReason,
+    Request,
+    RequestError,
+    SamplingParams,
+    SequenceOutput,
+    TokenLogprob,
+)
 from tests.server.support import smollm2_tokenizer
 from tests.text.tools.formats import FUNCTIONS, answer_format, write
 
@@ -314,6 +321,32 @@ async def test_a34_usage_stands_in_the_last_chunk_only() -> None:
     assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
     chunks = await streamed(chat(body(stream=True), FORMS["tools"], [script(call)], 1))
     assert all("usage" not in chunk for chunk in chunks)
+
+
+async def test_usage_so_far_stands_in_every_chunk_when_asked_for() -> None:
+    scripts = [script("one two three"), script("four")]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    fields: dict[str, Any] = {"n": 2, "stream": True, "stream_options": options}
+    prompt = {"model": "parrot", "prompt": [1, 500, 501]}
+    streams = [running(SamplingParams(), scripts, 1)]
+    text = CompletionCall(
+        CompletionBody.model_validate({**prompt, **fields}),
+        ENVELOPE,
+        [[1, 500, 501]],
+        PieceStream(streams),
+        smollm2_tokenizer(),
+    )
+    for call in (chat(body(**fields), PLAIN, scripts, 1), text):
+        chunks = await streamed(call)
+        assert all(chunk["choices"] for chunk in chunks[:-1])
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert set(counts) >= {1, 2}
+        assert chunks[-1]["choices"] == []
+        assert counts[-1] == counts[-2] == sum(len(s.tokens) for s in scripts)
+        assert all(chunk["usage"]["prompt_tokens"] == 3 for chunk in chunks)
+    with pytest.raises(RequestError, match="needs include_usage"):
+        body(stream=True, stream_options={"continuous_usage_stats": True}).sampling()
 
 
 async def test_a14_openais_types_take_every_reply() -> None:

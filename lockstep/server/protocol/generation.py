@@ -37,9 +37,15 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """Options of a streamed answer."""
+    """Options of a streamed answer.
+
+    Attributes:
+        include_usage: a last chunk without choices carries the usage.
+        continuous_usage_stats: extension, vLLM's: the chunks before it carry the usage so far.
+    """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False  # padding against traffic analysis; never added here
 
 
@@ -133,6 +139,10 @@ class GenerationBody(Body):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
     def sampling(self) -> SamplingParams:
         """The parameters that this body asks for; fields left out or null take defaults.
 
@@ -169,6 +179,11 @@ class GenerationBody(Body):
         if self.stream_options is not None and not self.stream:
             raise RequestError(
                 "stream_options is only allowed with stream: true", field="stream_options"
+            )
+        if self.continuous_usage and not self.include_usage:
+            raise RequestError(
+                "stream_options.continuous_usage_stats needs include_usage: true",
+                field="stream_options",
             )
         for name, allowed in self.neutral.items():
             value = getattr(self, name)
