@@ -61,16 +61,34 @@ async def submit_turn(
     Raises:
         RequestError: what cannot be served; nothing has run.
     """
-    prepared = await off_loop(lambda: prepare(service, turn, sampling), turn.length())
-    requests = build_requests(
-        service, envelope, [prepared.ids], prepared.sampling, priority=priority, field=field
-    )
-    streams = await service.llm.submit(requests, shown=prepared.shown)
-    return PieceStream(streams, prepared.form)
+
+    async def attempt(*, loose: bool) -> PieceStream:
+        prepared = await off_loop(
+            lambda: prepare(service, turn, sampling, loose=loose), turn.length()
+        )
+        requests = build_requests(
+            service, envelope, [prepared.ids], prepared.sampling, priority=priority, field=field
+        )
+        streams = await service.llm.submit(requests, shown=prepared.shown)
+        return PieceStream(streams, prepared.form)
+
+    try:
+        return await attempt(loose=False)
+    except RequestError as error:
+        # Whether a schema can be kept shows when the engine compiles it, e.g. a pattern that
+        # looks ahead. One that nobody asked to be kept is no reason to refuse the request.
+        if error.field != "tools" or all(f.strict for f in turn.callable()):
+            raise
+        return await attempt(loose=True)
 
 
-def prepare(service: Service, turn: Turn, sampling: SamplingParams) -> Prepared:
+def prepare(
+    service: Service, turn: Turn, sampling: SamplingParams, *, loose: bool = False
+) -> Prepared:
     """Render a turn and settle how its answer is written and read.
+
+    Args:
+        loose: as `constrain`.
 
     Raises:
         RequestError: calls without results, the template's complaint, an effort that it
@@ -82,7 +100,7 @@ def prepare(service: Service, turn: Turn, sampling: SamplingParams) -> Prepared:
     ids = _encode(service, dialect, turn)
     functions, choice = turn.callable(), dialect.settle(turn.choice)
     form = dialect.answer(tokenizer, ids, functions, choice)
-    grammar = constrain(form, choice, sampling.grammar, dialect.control_ids)
+    grammar = constrain(form, choice, sampling.grammar, dialect.control_ids, loose=loose)
     if functions and grammar is not None and not (sampling.stop or sampling.stop_token_ids):
         # Calls cannot go wrong, so they are told of while they are written. Beside a
         # response format, content may begin like a call; a client's stop may cut one off.

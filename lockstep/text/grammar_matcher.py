@@ -241,7 +241,7 @@ class GrammarVocabulary:
             eos_token=list(tokenizer.eos_ids),
         )
         self.limits = LLParserLimits(
-            max_items_in_row=8192,
+            max_items_in_row=2_000,  # its time grows with the square
             max_lexer_states=50_000,
             max_grammar_size=200_000,
             verbose_errors=False,

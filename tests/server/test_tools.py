@@ -193,6 +193,22 @@ def test_strict_functions_hold_calls_at_will(speaks: openai.OpenAI) -> None:
     assert json.loads(arguments)["days"] == 77
 
 
+def test_a_schema_that_cannot_be_kept(speaks: openai.OpenAI) -> None:
+    """Known here (uniqueItems) or to the grammar library only (a pattern that looks ahead)."""
+    for schema in ({"type": "array", "uniqueItems": True}, {"type": "string", "pattern": "(?!a)b"}):
+        own = {"name": "now", "parameters": {"type": "object", "properties": {"a": schema}}}
+        loose = {"type": "function", "function": own}
+        reply = whole(
+            say(speaks, write("hermes", [("now", {"a": 1})]), tools=[loose], tool_choice="required")
+        )
+        assert reply["calls"] == [("now", '{"a": 1}')]
+        strict = {"type": "function", "function": {**own, "strict": True}}
+        for choice in ("auto", "required"):
+            with pytest.raises(openai.BadRequestError) as caught:
+                say(speaks, "x", tools=[strict], tool_choice=choice)
+            assert caught.value.param == "tools"
+
+
 def test_parallel_tool_calls_false_is_one_call(speaks: openai.OpenAI) -> None:
     text = f"{write('hermes', [('now', {})])}\n{write('hermes', [('now', {})])}"
     assert len(whole(say(speaks, text, tools=[NOW]))["calls"]) == 2

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 
 from lockstep.text.answer import AnswerFormat
 from lockstep.text.grammar import json_rule, literal, to_lark
+from lockstep.text.grammar_schema import check_schema
 from lockstep.text.tools.base import Function, ToolChoice
 from lockstep.text.tools.rules import Rules, any_of
 from lockstep.types import Grammar, RequestError
@@ -21,6 +21,8 @@ def constrain(
     choice: ToolChoice,
     answer: Grammar | None,
     control_ids: Mapping[str, int],
+    *,
+    loose: bool = False,
 ) -> Grammar | None:
     """What holds an answer to its form; None when it is free.
 
@@ -31,10 +33,11 @@ def constrain(
     Args:
         form: the functions that may be called, and the reasoning.
         answer: of a response format.
+        loose: the arguments of functions that are not strict are any object.
 
     Raises:
-        RequestError: a strict function's schema that the grammar library does not keep,
-            or an EBNF grammar beside calls or reasoning.
+        RequestError: a strict function's schema that cannot be kept, or an EBNF grammar
+            beside calls or reasoning.
     """
     calling = form.tools is not None and choice.mode != "none"
     strict = any(function.strict for function in form.functions) or choice.parallel is False
@@ -47,7 +50,7 @@ def constrain(
     name = "tools" if calling or answer is None else answer.name
     parts: list[str] = []
     if calling and form.tools is not None:
-        functions = [_keepable(function) for function in form.functions]
+        functions = [_keepable(function, loose) for function in form.functions]
         write = form.tools.calls if required or answer is not None else form.tools.mixed
         parts.append(rules.rule(write(rules, functions, several=choice.parallel is not False)))
     if answer is not None and not (calling and required):
@@ -92,31 +95,21 @@ def _answer(rules: Rules, answer: Grammar) -> str:
             )
 
 
-def _keepable(function: Function) -> Function:
-    """The function with a schema that the grammar library keeps in full.
+def _keepable(function: Function, loose: bool) -> Function:
+    """The function with a schema that a grammar keeps in full, as far as can be told here.
 
-    For one that is not strict, a schema beyond the library's reach is left to the model.
+    For one that is not strict, a schema beyond that is left to the model.
     """
-    problem = schema_problem(json.dumps(function.schema))
-    if not problem:
-        return function
-    if function.strict:
-        raise RequestError(
-            f"tools: the parameters of strict function {function.name!r} cannot be enforced: "
-            f"{problem}",
-            field="tools",
-            code="invalid_function_parameters",
-        )
-    return replace(function, parameters=ANY_OBJECT)
-
-
-@lru_cache(maxsize=1024)
-def schema_problem(schema: str) -> str:
-    """Why a JSON Schema cannot be kept; "" when it can."""
-    from llguidance import LLMatcher
-
+    if loose and not function.strict:
+        return replace(function, parameters=ANY_OBJECT)
     try:
-        rule = json_rule(json.loads(schema))
+        check_schema(function.schema)
     except RequestError as error:
-        return str(error)
-    return str(LLMatcher.validate_grammar(f"start: {rule}")).partition("\n")[0]
+        if function.strict:
+            raise RequestError(
+                f"tools: the parameters of strict function {function.name!r}: {error}",
+                field="tools",
+                code="invalid_function_parameters",
+            ) from None
+        return replace(function, parameters=ANY_OBJECT)
+    return function
