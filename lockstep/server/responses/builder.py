@@ -205,7 +205,6 @@ class ResponseBuilder:
                 thoughts, begun = self._use(_ReasoningWriter)
                 return [*begun, thoughts.delta(text)]
             case CallStarted():
-                self._held.clear()
                 return self._begin(_CallWriter(self._index(), self._number, piece))
             case CallArguments(text=text):
                 self._held.clear()
