@@ -242,6 +242,7 @@ class GrammarVocabulary:
         )
         self.limits = LLParserLimits(
             max_items_in_row=2_000,  # its time grows with the square
+            initial_lexer_fuel=400_000,
             max_lexer_states=50_000,
             max_grammar_size=200_000,
             verbose_errors=False,

@@ -130,6 +130,8 @@ HOSTILE = [
     Grammar("ebnf", _chain(30, "T{0}: T{1} T{1}", 'T{}: "a"')),
     Grammar("ebnf", 'start: ("a" ("b" ("c"){1,1000}){1,1000}){1,1000}'),
     Grammar("ebnf", 'start: a a a a a a a a\na: a a | "x" | ""'),
+    Grammar("ebnf", 'start: a{0,1000}\na: (T+)?\nT: "a"'),  # found by random grammars
+    Grammar("ebnf", "start: (a{0,400}){2}\na: T*\nT: /[a-z ]/"),
     Grammar("ebnf", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
     Grammar("ebnf", _chain(20_000, 'r{}: r{} | "b"', 'r{}: "a"')),
 ]
