@@ -35,6 +35,9 @@ from lockstep.types import RequestError
 log = logging.getLogger("lockstep.server")
 
 
+# Read in whole at every turn; what no model reads (old reasoning, ids) counts as well.
+MAX_CONVERSATION_BYTES = 32 * 1024 * 1024
+
 # Fields that this route calls otherwise than chat completions do.
 _OWN_NAMES = {
     "messages": "input",
@@ -72,6 +75,14 @@ class Input:
         else:
             self.items = items.read(body.input, lambda item: store.item(owner, item))
         self.packed = checked(lambda: pack(self.items), "input")
+        length = len(self.packed) + (0 if self.parent is None else self.parent.length)
+        if length > MAX_CONVERSATION_BYTES:
+            raise RequestError(
+                f"the conversation has {length} bytes, at most {MAX_CONVERSATION_BYTES} are "
+                "allowed",
+                field="input",
+                code="conversation_too_large",
+            )
 
     def turn(self, body: ResponseBody) -> Turn:
         """The same as a chat.

@@ -43,15 +43,20 @@ class Turn:
     Args:
         parent: the turn before it.
         inputs, outputs: items, packed.
+
+    Attributes:
+        length: bytes of the whole conversation up to its end.
     """
 
-    __slots__ = ("_inputs", "_outputs", "parent", "references")
+    __slots__ = ("_inputs", "_outputs", "length", "parent", "references")
 
     def __init__(self, parent: Turn | None, inputs: bytes, outputs: bytes) -> None:
         self.parent = parent
         self.references = 0  # responses and later turns that reach this one; the store counts
         self._inputs = inputs
         self._outputs = outputs
+        before = 0 if parent is None else parent.length
+        self.length = before + len(inputs) + len(outputs)
 
     @property
     def size(self) -> int:

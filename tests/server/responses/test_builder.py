@@ -140,7 +140,7 @@ def fold(stream: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return items
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SEGMENTS, REASONS, st.integers(1, 13), st.booleans())
 def test_events_fold_to_the_whole_response(
     segments: list[tuple[str, str]], reason: str, cut: int, tokens: bool

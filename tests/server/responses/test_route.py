@@ -11,6 +11,7 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseOutputMessage, ResponseOutputText
 
+from lockstep.server.responses import call as call_module
 from tests.server.support import ServerThread, fake_llm, wait_until
 from tests.server.test_clients_leave import LONG, send
 
@@ -171,6 +172,19 @@ def test_an_incomplete_response_can_be_gone_on_from(client: openai.OpenAI) -> No
     first = ask(client, input="one two three", max_output_tokens=2)
     second = ask(client, input="more", previous_response_id=first.id)
     assert first.output_text in second.output_text
+
+
+def test_a_conversation_cannot_grow_without_being_read(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reasoning without content takes no tokens, so the context does not bound it."""
+    monkeypatch.setattr(call_module, "MAX_CONVERSATION_BYTES", 150_000)
+    unread = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x" * 70_000}
+    turn: Any = [unread, user("hi")]
+    first = ask(client, input=turn)
+    second = ask(client, input=turn, previous_response_id=first.id)
+    error = refused(client, input=turn, previous_response_id=second.id)
+    assert (error.status_code, error.code) == (400, "conversation_too_large")
 
 
 def test_an_item_can_be_named_by_its_id(client: openai.OpenAI) -> None:
