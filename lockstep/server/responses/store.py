@@ -55,8 +55,8 @@ class Turn:
         self.references = 0  # responses and later turns that reach this one; the store counts
         self._inputs = inputs
         self._outputs = outputs
-        before = 0 if parent is None else parent.length
-        self.length = before + len(inputs) + len(outputs)
+        before = parent.length if parent is not None else 0
+        self.length: int = before + len(inputs) + len(outputs)
 
     @property
     def size(self) -> int:
