@@ -120,7 +120,8 @@ class SampleBatch:
     """Sampling parameters of R rows, all tensors [R] on the logits' device.
 
     temperature > 0 draws, 0 is greedy; top_k 0 is off; seed int64 (bit pattern),
-    choice and position int32.
+    choice and position int32. `cuts_by_count` and `cuts_by_mass` are known to the host:
+    False says that no row has a top_k, or a top_p below 1.
     """
 
     temperature: Tensor
@@ -130,6 +131,8 @@ class SampleBatch:
     seed: Tensor
     choice: Tensor
     position: Tensor
+    cuts_by_count: bool = True
+    cuts_by_mass: bool = True
 
 
 class Backend(ABC):

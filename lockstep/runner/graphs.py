@@ -183,12 +183,14 @@ class DecodeGraphs:
         return len(self._graphs)
 
     def warm(self, progress: Callable[[str, float], None] | None = None) -> None:
-        """Capture every rows bucket for the shortest context, the largest first."""
+        """Capture every rows bucket for the shortest context, the largest first; and the
+        largest with shared prefixes, which compiles what all of those need."""
         for done, rows in enumerate(reversed(self._rows)):
             if progress is not None:
                 progress("capturing decode graphs", done / len(self._rows))
             self._graph(rows, self._contexts[0], False)
-        self._graph(self._rows[-1], self._contexts[min(1, len(self._contexts) - 1)], True)
+        for context in self._contexts[1:3]:
+            self._graph(self._rows[-1], context, True)
         if progress is not None:
             progress("capturing decode graphs", 1.0)
 

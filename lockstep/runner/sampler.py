@@ -266,6 +266,8 @@ def sample_batch(specs: Sequence[SampleSpec], device: torch.device) -> SampleBat
         seed=sent[:2].reshape(-1).view(torch.int64),
         choice=sent[6],
         position=sent[7],
+        cuts_by_count=any(spec.params.top_k > 0 for spec in specs),
+        cuts_by_mass=any(spec.params.top_p < 1.0 for spec in specs),
     )
 
 

@@ -10,7 +10,7 @@ from lockstep.kernels.contract import Backend, QKNorm, SampleBatch
 from tests.gpu.test_linear import places_that_move
 from tests.kernels import triton_trees
 from tests.kernels.support import DTYPES, Sequences, randn, same_bits
-from tests.kernels.test_sampling import rows_of
+from tests.kernels.test_sampling import pick, rows_of
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,6 +98,39 @@ def test_gumbel_bits(gpu: Backend) -> None:
         assert same_bits(gumbel_noise(151936, seed, choice, position, "cuda").cpu(), expected)
 
 
+def moved(batch: SampleBatch) -> SampleBatch:
+    """The batch on the GPU, with what the host knows of its cuts."""
+    tensors = {n: getattr(batch, n) for n in SampleBatch.__slots__ if not n.startswith("cuts")}
+    return SampleBatch(
+        **{name: tensor.cuda() for name, tensor in tensors.items()},
+        cuts_by_count=bool((batch.top_k > 0).any()),
+        cuts_by_mass=bool((batch.top_p < 1).any()),
+    )
+
+
+def test_draws_of_many_rows_are_those_of_each(gpu: Backend) -> None:
+    """Searches that many programs share, of rows that cut in different ways or not at all."""
+    rows, vocab = 300, 151936
+    logits = randn(rows, vocab, seed=8).cuda() * 3
+    logits[::7] = logits[::7].round()  # equal logits at the edges
+    batch = rows_of(rows)
+    batch.top_k[::2] = torch.arange(0, rows, 2, dtype=torch.int32) * 13
+    batch.top_p[::3] = torch.linspace(0.0, 1.0, 100)
+    batch.temperature[::11] = 0.0
+    found = gpu.sample(logits, moved(batch)).tolist()
+    assert found == gpu.sample(logits, moved(batch)).tolist()
+    for row in range(0, rows, 23):
+        alone = gpu.sample(logits[row : row + 1].contiguous(), moved(pick(batch, [row])))
+        assert alone.tolist() == [found[row]], row
+    for row in (6, 12, 77, 144):
+        expected = reference.sample(
+            logits[row].cpu(), float(batch.temperature[row]), int(batch.top_k[row]),
+            float(batch.top_p[row]), float(batch.min_p[row]), int(batch.seed[row]),
+            int(batch.choice[row]), int(batch.position[row]),
+        )  # fmt: skip
+        assert found[row] == expected, row
+
+
 @pytest.mark.parametrize("vocab", [1, 17, 1500, 49152])
 @pytest.mark.parametrize("scale", [0.5, 3.0, 30.0])
 def test_draws_equal_the_spelled_out_order(gpu: Backend, vocab: int, scale: float) -> None:
@@ -110,8 +143,7 @@ def test_draws_equal_the_spelled_out_order(gpu: Backend, vocab: int, scale: floa
         {"temperature": 2.0, "top_k": 1000}, {"min_p": 1.5},
     ):  # fmt: skip
         batch = rows_of(6, **options)
-        on_gpu = SampleBatch(**{n: getattr(batch, n).cuda() for n in SampleBatch.__slots__})
-        found = gpu.sample(logits.cuda(), on_gpu).tolist()
+        found = gpu.sample(logits.cuda(), moved(batch)).tolist()
         expected = [
             reference.sample(
                 logits[row], float(batch.temperature[row]), int(batch.top_k[row]),

@@ -54,7 +54,10 @@ def rows_of(
 
 def pick(batch: SampleBatch, rows: list[int] | torch.Tensor) -> SampleBatch:
     """Some rows of a batch."""
-    return SampleBatch(**{name: getattr(batch, name)[rows] for name in SampleBatch.__slots__})
+    fields = {name: getattr(batch, name) for name in SampleBatch.__slots__}
+    return SampleBatch(
+        **{name: f[rows] if isinstance(f, torch.Tensor) else f for name, f in fields.items()}
+    )
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)

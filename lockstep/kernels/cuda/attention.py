@@ -9,8 +9,6 @@ key/value head for some rows of one run, and walks all segments or, split, one.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -19,10 +17,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels import tree
 from lockstep.kernels.contract import AttentionBatch, KVLayer
-from lockstep.kernels.cuda.common import chain, chained, multiprocessors, power_of_two, product
+from lockstep.kernels.cuda.common import (
+    MOST_ARRIVALS,
+    arrivals,
+    chain,
+    chained,
+    multiprocessors,
+    power_of_two,
+    product,
+)
 
 _LOG2E = 1.4426950408889634
-_MOST_SPLIT = 1 << 17  # tiles times key/value heads
 _SCRATCH_BYTES = 320 << 20  # of partials; beyond it segments run in sequence
 _SPLIT_BELOW = 2  # tiles a multiprocessor; more of them fill the device as they are
 _PROGRAMS = 8  # a multiprocessor, that splits aim at
@@ -369,12 +374,6 @@ def _lines_of(cache: Tensor, block: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(view, [block, size])
 
 
-@lru_cache(maxsize=8)
-def _arrivals(device: torch.device) -> Tensor:
-    """Zeroed counters of split tiles. Launches on one stream share them, each leaves zeros."""
-    return torch.zeros(_MOST_SPLIT, dtype=torch.int32, device=device)
-
-
 def _parts(tiles: int, segments: int, device: torch.device) -> int:
     """Programs that share a tile's segments: enough to fill the device."""
     return min(segments, -(-_PROGRAMS * multiprocessors(device) // tiles))
@@ -415,7 +414,7 @@ def attention(
         few = tiles < _SPLIT_BELOW * multiprocessors(q.device) or batch.shared is not None
         small = scratch_lines * (size + 2) * 4 <= _SCRATCH_BYTES
         split = segments > 1 and one_tile and few and small
-    split = split and tiles <= _MOST_SPLIT
+    split = split and tiles <= MOST_ARRIVALS
     scratch_lines = scratch_lines if split else 0
     scratch = torch.empty(scratch_lines * (size + 2), dtype=torch.float32, device=q.device)
     partials = scratch.split((scratch_lines * size, scratch_lines, scratch_lines))
@@ -453,7 +452,7 @@ def attention(
             **options,
         )  # fmt: skip
     _attention_kernel[(tiles, parts)](
-        q, keys, values, out, *partials, _arrivals(q.device),
+        q, keys, values, out, *partials, arrivals(q.device),
         batch.query_start, batch.context_len, batch.page_table, common,
         runs, batch.page_table.shape[1], kv.v.stride(0), rows, scale * _LOG2E,
         WINDOW=window or 0, BM=lines, ROWS=per_tile, ONE_TILE=one_tile,

@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False}
+MOST_ARRIVALS = 1 << 17
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -28,6 +29,13 @@ def chained(device: torch.device) -> dict[str, Any]:
     device can do that (Hopper and later)."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"CHAINED": able, **({"launch_pdl": True} if able else {}), **LAUNCH}
+
+
+@lru_cache(maxsize=8)
+def arrivals(device: torch.device) -> torch.Tensor:
+    """Zeroed int32 counters of programs that share a piece of work, so that the last to
+    arrive can end it. Launches on one stream share them; each leaves zeros."""
+    return torch.zeros(MOST_ARRIVALS, dtype=torch.int32, device=device)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from lockstep.kernels import tree
 from lockstep.kernels.contract import SampleBatch
 from lockstep.kernels.cuda.common import (
     LAUNCH,
+    arrivals,
     check_rows,
     exact_exp,
     exact_log,
@@ -24,6 +25,9 @@ from lockstep.kernels.cuda.common import (
 )
 
 _BLOCK = 4096  # ids a program takes where no tree depends on it
+_SUB = 256  # of these at once in a search
+_WAYS = 16  # parts into which a turn of a search cuts the keys that are left
+_TURNS = 8  # after which one of 2^31 keys is left
 _SUM_BLOCKS = 4  # blocks of the log-sum-exp tree a program takes
 
 
@@ -170,87 +174,134 @@ def _weights(z, at, key_k, id_k, BY_MASS: tl.constexpr):
     return key, weight
 
 
-@triton.jit
-def _weight_from(
-    logits, row, V, top, temperature, threshold, key_k, id_k,
-    BLOCK: tl.constexpr, BY_MASS: tl.constexpr,
-):  # fmt: skip
-    """Weight of the ids whose key is at least `threshold`."""
-    total = tl.zeros((BLOCK,), dtype=tl.int64)
-    for start in range(0, V, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        z = _scaled(logits, row, at, V, top, temperature)
-        key, weight = _weights(z, at, key_k, id_k, BY_MASS)
-        total += tl.where(key >= threshold, weight, 0)
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
-def _edge(
-    logits, row, V, top, temperature, target, key_k, id_k,
-    BLOCK: tl.constexpr, BY_MASS: tl.constexpr,
-):  # fmt: skip
-    """Key and id at which the descending prefix (ties: lower id first) reaches `target`.
-
-    Largest key whose ids from it on weigh at least `target`, by bisection of the keys
-    of [-inf, 0]; then the lowest id among its equals that completes it.
-    """
-    low = tl.full((), -2139095041, tl.int64)  # the key of -inf
-    high = tl.full((), 0, tl.int64)
-    while low < high:
-        middle = (low + high + 1) >> 1
-        weight = _weight_from(logits, row, V, top, temperature, middle, key_k, id_k, BLOCK, BY_MASS)
-        if weight >= target:
-            low = middle
-        else:
-            high = middle - 1
-    before = _weight_from(logits, row, V, top, temperature, low + 1, key_k, id_k, BLOCK, BY_MASS)
-    index = tl.full((), 2147483647, tl.int64)
-    for start in range(0, V, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        z = _scaled(logits, row, at, V, top, temperature)
-        key, weight = _weights(z, at, key_k, id_k, BY_MASS)
-        weight = tl.where(key == low, weight, 0)
-        reached = (before + tl.cumsum(weight, axis=0) >= target) & (weight > 0)
-        index = tl.minimum(index, tl.min(tl.where(reached, at, 2147483647), axis=0).to(tl.int64))
-        before += tl.sum(weight, axis=0)
-    return low.to(tl.int32), index.to(tl.int32)
-
-
 @triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps"])
-def _limits_kernel(
-    logits, values, limits, maxima, temperatures, top_ks, top_ps, V, blocks,
-    BLOCK: tl.constexpr, PADDED: tl.constexpr,
+def _begin_kernel(
+    values, maxima, limits, lows, highs, targets, temperatures, top_ks, top_ps, rows, V, blocks,
+    PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Row maximum, and the (key, id) edges of top-k and top-p; an edge of -inf keeps all."""
+    """Row maximum; limits that keep all; and where the two searches of a row begin.
+
+    A search looks among the keys low .. high of [-inf, 0] for the largest whose ids from it
+    on weigh at least the target. A row that does not cut has the target 0, and no keys.
+    """
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, PADDED)
     v = tl.load(values + row * blocks + block, mask=block < blocks, other=float("-inf"))
     top = tl.max(v, axis=0)
     tl.store(maxima + row, top)
-    temperature = tl.load(temperatures + row)
+    for edge in tl.static_range(2):
+        tl.store(limits + row * 4 + 2 * edge, -2147483648)
+        tl.store(limits + row * 4 + 2 * edge + 1, 2147483647)
+    drawn = (tl.load(temperatures + row) > 0) & (tl.abs(top) < float("inf"))
     top_k = tl.load(top_ks + row)
-    top_p = tl.load(top_ps + row)
-    key_k = tl.full((), -2147483648, tl.int32)
-    id_k = tl.full((), 2147483647, tl.int32)
-    key_p = key_k
-    id_p = id_k
-    if (temperature > 0) & (tl.abs(top) < float("inf")):
-        if (top_k > 0) & (top_k < V):
-            count = _weight_from(logits, row, V, top, temperature, key_k, key_k, id_k, BLOCK, False)
-            if count > top_k:
-                key_k, id_k = _edge(
-                    logits, row, V, top, temperature, top_k.to(tl.int64), key_k, id_k, BLOCK, False
-                )
-        if top_p < 1:
-            total = _weight_from(logits, row, V, top, temperature, key_p, key_k, id_k, BLOCK, True)
-            wanted = tl.ceil(tl.maximum(top_p, 0.0).to(tl.float64) * total.to(tl.float64))
-            target = tl.maximum(wanted.to(tl.int64), 1)
-            key_p, id_p = _edge(logits, row, V, top, temperature, target, key_k, id_k, BLOCK, True)
-    tl.store(limits + row * 4, key_k)
-    tl.store(limits + row * 4 + 1, id_k)
-    tl.store(limits + row * 4 + 2, key_p)
-    tl.store(limits + row * 4 + 3, id_p)
+    by_count = drawn & (top_k > 0) & (top_k < V)
+    tl.store(lows + row, tl.where(by_count, -2139095041, 0))  # the key of -inf
+    tl.store(highs + row, 0)
+    tl.store(targets + row, tl.where(by_count, top_k, 0).to(tl.int64))
+    by_mass = drawn & (tl.load(top_ps + row) < 1)
+    tl.store(lows + rows + row, tl.where(by_mass, -2139095041, 0))
+    tl.store(highs + rows + row, 0)
+    tl.store(targets + rows + row, tl.where(by_mass, 1, 0).to(tl.int64))  # until the sum is known
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ps"])
+def _narrow_kernel(
+    logits, limits, maxima, lows, highs, targets, partials, arrived, temperatures, top_ps,
+    V, blocks,
+    BLOCK: tl.constexpr, SUB: tl.constexpr, WAYS: tl.constexpr, PADDED: tl.constexpr,
+    BY_MASS: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """Cut the keys left to a row's search to one of WAYS parts.
+
+    Every program weighs its stretch of ids from WAYS keys on; the last to arrive adds the
+    stretches, integers in any order, and decides.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    low = tl.load(lows + row)
+    high = tl.load(highs + row)
+    if low >= high:
+        return
+    way = tl.arange(0, WAYS)
+    keys = (low + ((high - low) * way.to(tl.int64) + (WAYS - 1)) // WAYS).to(tl.int32)
+    top = tl.load(maxima + row)
+    temperature = tl.load(temperatures + row)
+    key_k = tl.load(limits + row * 4)
+    id_k = tl.load(limits + row * 4 + 1)
+    begin = tl.program_id(1) * BLOCK
+    sums = tl.zeros((SUB, WAYS), dtype=tl.int64)
+    for start in range(begin, min(begin + BLOCK, V), SUB):
+        at = start + tl.arange(0, SUB)
+        z = _scaled(logits, row, at, V, top, temperature)
+        key, weight = _weights(z, at, key_k, id_k, BY_MASS)
+        sums += tl.where(key[:, None] >= keys[None, :], weight[:, None], 0)
+    mine = (row * blocks + tl.program_id(1)) * WAYS + way
+    tl.store(partials + mine, tl.sum(sums, axis=0))
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + row, 1, sem="acq_rel") < blocks - 1:
+        return
+    tl.store(arrived + row, 0)
+    block = tl.arange(0, PADDED)
+    every = (row * blocks + block)[:, None] * WAYS + way[None, :]
+    found = tl.load(partials + every, mask=(block < blocks)[:, None], other=0, cache_modifier=".cg")
+    weight = tl.sum(found, axis=0)
+    target = tl.load(targets + row)
+    if BY_MASS and FIRST:  # the first of the keys is that of -inf: the whole mass
+        total = tl.max(weight, axis=0)
+        wanted = tl.ceil(
+            tl.maximum(tl.load(top_ps + row), 0.0).to(tl.float64) * total.to(tl.float64)
+        )
+        target = tl.maximum(wanted.to(tl.int64), 1)
+        tl.store(targets + row, target)
+    enough = weight >= target
+    wide = keys.to(tl.int64)
+    tl.store(lows + row, tl.max(tl.where(enough, wide, low), axis=0))
+    tl.store(highs + row, tl.min(tl.where(enough, high, wide - 1), axis=0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperatures"])
+def _edge_kernel(
+    logits, limits, maxima, lows, targets, partials, arrived, temperatures, V, blocks,
+    BLOCK: tl.constexpr, PADDED: tl.constexpr, BY_MASS: tl.constexpr,
+):  # fmt: skip
+    """Key and id at which the descending prefix (ties: lower id first) reaches the target."""
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    if target == 0:
+        return
+    edge = tl.load(lows + row).to(tl.int32)
+    top = tl.load(maxima + row)
+    temperature = tl.load(temperatures + row)
+    key_k = tl.load(limits + row * 4)
+    id_k = tl.load(limits + row * 4 + 1)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    z = _scaled(logits, row, at, V, top, temperature)
+    key, weight = _weights(z, at, key_k, id_k, BY_MASS)
+    mine = (row * blocks + tl.program_id(1)) * 2
+    tl.store(partials + mine, tl.sum(tl.where(key > edge, weight, 0), axis=0))
+    tl.store(partials + mine + 1, tl.sum(tl.where(key == edge, weight, 0), axis=0))
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + row, 1, sem="acq_rel") < blocks - 1:
+        return
+    tl.store(arrived + row, 0)
+    block = tl.arange(0, PADDED)
+    every = partials + (row * blocks + block) * 2
+    above = tl.load(every, mask=block < blocks, other=0, cache_modifier=".cg")
+    equal = tl.load(every + 1, mask=block < blocks, other=0, cache_modifier=".cg")
+    before = tl.sum(above, axis=0)
+    reached = (before + tl.cumsum(equal, axis=0) >= target) & (equal > 0)
+    first = tl.min(tl.where(reached, block, PADDED), axis=0)
+    before += tl.sum(tl.where(block < first, equal, 0), axis=0)
+    at = first * BLOCK + tl.arange(0, BLOCK)
+    z = _scaled(logits, row, at, V, top, temperature)
+    key, weight = _weights(z, at, key_k, id_k, BY_MASS)
+    weight = tl.where(key == edge, weight, 0)
+    reached = (before + tl.cumsum(weight, axis=0) >= target) & (weight > 0)
+    index = tl.min(tl.where(reached, at, 2147483647), axis=0)
+    place = limits + row * 4
+    if BY_MASS:
+        place += 2
+    tl.store(place, edge)
+    tl.store(place + 1, index)
 
 
 @triton.jit(
@@ -343,6 +394,43 @@ def argmax(logits: Tensor) -> Tensor:
     return _fold_best(*_block_best(logits, rows, vocab))
 
 
+def _limits(logits: Tensor, values: Tensor, maxima: Tensor, batch: SampleBatch) -> Tensor:
+    """The (key, id) edges of top-k and top-p, int32 [R, 4]; fills the rows' maxima."""
+    rows, vocab = logits.shape
+    blocks = values.shape[1]
+    device = logits.device
+    limits = torch.empty(rows, 4, dtype=torch.int32, device=device)
+    lows, highs, targets = torch.empty(3, 2, rows, dtype=torch.int64, device=device)
+    padded = power_of_two(blocks)
+    _begin_kernel[(rows,)](
+        values, maxima, limits, lows, highs, targets,
+        batch.temperature, batch.top_k, batch.top_p, rows, vocab, blocks,
+        PADDED=padded, num_warps=1, **LAUNCH,
+    )  # fmt: skip
+    if not (batch.cuts_by_count or batch.cuts_by_mass):
+        return limits
+    partials = torch.empty(rows * blocks * _WAYS, dtype=torch.int64, device=device)
+    arrived = arrivals(device)[:rows]
+    if rows > arrived.shape[0]:
+        raise ValueError(f"{rows} rows are drawn from at once, the limit is {arrived.shape[0]}")
+    for by_mass in (False, True):
+        if not (batch.cuts_by_mass if by_mass else batch.cuts_by_count):
+            continue
+        search = lows[int(by_mass)], highs[int(by_mass)], targets[int(by_mass)]
+        for turn in range(_TURNS):
+            _narrow_kernel[(rows, blocks)](
+                logits, limits, maxima, *search, partials, arrived,
+                batch.temperature, batch.top_p, vocab, blocks,
+                BLOCK=_BLOCK, SUB=_SUB, WAYS=_WAYS, PADDED=padded,
+                BY_MASS=by_mass, FIRST=turn == 0, num_warps=8, **LAUNCH,
+            )  # fmt: skip
+        _edge_kernel[(rows, blocks)](
+            logits, limits, maxima, search[0], search[2], partials, arrived, batch.temperature,
+            vocab, blocks, BLOCK=_BLOCK, PADDED=padded, BY_MASS=by_mass, num_warps=8, **LAUNCH,
+        )  # fmt: skip
+    return limits
+
+
 def sample(logits: Tensor, batch: SampleBatch) -> Tensor:
     """See `Backend.sample`."""
     rows, vocab = _rows(logits)
@@ -351,12 +439,7 @@ def sample(logits: Tensor, batch: SampleBatch) -> Tensor:
     values, ids = _block_best(logits, rows, vocab)
     blocks = values.shape[1]
     maxima = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    limits = torch.empty(rows, 4, dtype=torch.int32, device=logits.device)
-    _limits_kernel[(rows,)](
-        logits, values, limits, maxima,
-        batch.temperature, batch.top_k, batch.top_p, vocab, blocks,
-        BLOCK=_BLOCK, PADDED=power_of_two(blocks), num_warps=8, **LAUNCH,
-    )  # fmt: skip
+    limits = _limits(logits, values, maxima, batch)
     _draw_kernel[(rows, blocks)](
         logits, limits, maxima, values, ids,
         batch.temperature, batch.min_p, batch.seed, batch.choice, batch.position,
