@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.types import (
     Completion,
+    Grammar,
     LockstepError,
     RequestError,
     SamplingParams,
@@ -24,6 +25,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "Completion",
+    "Grammar",
     "LockstepError",
     "RequestError",
     "SamplingParams",

@@ -76,6 +76,10 @@ def test_every_command_explains_itself(command: str) -> None:
         (["generate", "smollm2", "--lines"], "no prompt"),
         (["generate", "smollm2", "--max-tokens", "many", "--prompt", "x"], "max-tokens"),
         (["generate", "smollm2", "--no-such-option"], "no-such-option"),
+        (
+            ["generate", "smollm2", "--prompt", "x", "--regex", "a", "--json-schema", "-"],
+            "not both",
+        ),
         (["serve", "no-such-model", "--port", "0"], "no-such-model"),
         (["serve", "smollm2", "--port", "99999"], "port"),
         (["chat", "no-such-model"], "no-such-model"),
@@ -138,6 +142,21 @@ def test_generate_chats_in_plain_text() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
+
+
+def test_generate_keeps_to_a_schema_or_tells_what_is_wrong_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "schema.json"
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
+    path.write_text(json.dumps({**schema, "additionalProperties": False}))
+    words = ["generate", "smollm2", "--prompt", "n:", "--json-schema", str(path), *REAL]
+    done = run(*words, "--seed", "1", "-n", "40")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["n"] == 7
+    path.write_text('{"properties": {"foo": "bar"}}')
+    done = run(*words)
+    assert done.returncode == 2
+    assert "/properties/foo" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_chat_keeps_the_conversation_until_reset_and_survives_ctrl_c() -> None:
