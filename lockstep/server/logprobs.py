@@ -29,7 +29,7 @@ def finite(logprob: float) -> float:
 
 
 def shown_tokens(delta: Delta, request: Request) -> int:
-    """How many of a delta's tokens stand in logprob lists.
+    """How many of a delta's tokens stand in a chat's logprob list.
 
     The token that ended the sequence is left out when its text is, so that the bytes
     of the listed tokens join to the text.
@@ -79,14 +79,17 @@ def _alternative(tokenizer: Tokenizer, token: int, logprob: float) -> Alternativ
 def completion_logprobs(
     tokenizer: Tokenizer, request: Request, delta: Delta, offset: int
 ) -> CompletionLogprobs:
-    """`choices[].logprobs` of a completion; `offset` is the length of an echoed prompt."""
-    count = shown_tokens(delta, request)
+    """`choices[].logprobs` of a completion; `offset` is the length of an echoed prompt.
+
+    Every generated token has an entry, also the one that ended the sequence and has no
+    text: clients that score with `echo` and `max_tokens: 1` drop exactly one entry.
+    """
     return _parallel_lists(
         tokenizer,
         request,
-        delta.token_ids[:count],
-        delta.logprobs[:count],
-        [offset + start for start in delta.token_offsets[:count]],
+        delta.token_ids,
+        delta.logprobs,
+        [offset + start for start in delta.token_offsets],
     )
 
 

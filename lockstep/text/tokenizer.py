@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -136,6 +137,10 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Control tokens, which `skip_special_tokens` hides."""
         return self._special
+
+    def save(self, path: Path) -> None:
+        """Write it as a `tokenizer.json` that Hugging Face's libraries read."""
+        self._backend.save(str(path))
 
     @property
     def strips_leading_space(self) -> bool:

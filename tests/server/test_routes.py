@@ -152,8 +152,22 @@ def test_offsets_point_at_the_tokens_in_the_text(http: httpx.Client) -> None:
     reply = complete(http, prompt="alpha beta gamma", echo=True, max_tokens=9, logprobs=0)
     (choice,) = reply["choices"]
     logprobs = choice["logprobs"]
-    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+    *shown, end = zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
+    for token, offset in shown:
         assert choice["text"][offset:].startswith(token)
+    assert end == ("<|im_end|>", len(choice["text"]))  # it has an entry, though no text
+
+
+def test_one_token_after_an_echo_has_one_entry_even_if_it_ends_the_text(
+    http: httpx.Client,
+) -> None:
+    """Clients that score drop exactly one entry, whatever was drawn."""
+    reply = complete(http, prompt=[0, 28120], echo=True, max_tokens=1, logprobs=1)
+    (choice,) = reply["choices"]
+    assert len(choice["logprobs"]["tokens"]) == 3
+    ended = complete(http, prompt=[0], echo=True, max_tokens=1, logprobs=1)["choices"][0]
+    assert ended["finish_reason"] == "stop"
+    assert len(ended["logprobs"]["tokens"]) == 2
 
 
 def test_logprob_bytes_join_to_the_text(client: openai.OpenAI) -> None:
