@@ -77,7 +77,7 @@ def configure(style: Format | None = None, stream: TextIO | None = None) -> None
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else ConsoleFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    for chatty in ("uvicorn", "httpx", "httpcore", "opentelemetry"):
+    for chatty in ("uvicorn", "httpx", "httpcore", "opentelemetry", "python_multipart"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 

@@ -23,6 +23,18 @@ settings.register_profile("explore", max_examples=1000, print_blob=True, **_COMM
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+FUZZ_REQUESTS = 20_000
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fuzz-requests",
+        type=int,
+        default=FUZZ_REQUESTS,
+        help=f"requests that tests/fuzz sends altogether (default {FUZZ_REQUESTS})",
+    )
+
+
 @cache
 def _has_gpu() -> bool:
     """True where an NVIDIA driver is loaded; asks without importing torch."""

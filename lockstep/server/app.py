@@ -51,7 +51,14 @@ EXPOSED_HEADERS = [
 def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     """An application over a started `AsyncLLM`; whoever started it closes it."""
     config = config or ServerConfig()
-    app = FastAPI(title="Lockstep", version=lockstep.__version__, lifespan=_lifespan)
+    app = FastAPI(
+        title="Lockstep",
+        version=lockstep.__version__,
+        lifespan=_lifespan,
+        redirect_slashes=False,  # to wherever the Host header says
+        docs_url=None,  # FastAPI's pages run scripts from elsewhere beside the keys of ours
+        redoc_url=None,
+    )
     app.state.service = Service(llm=llm, config=config, started=int(time.time()))
     app.state.throughput = status.Throughput()
     app.state.operations = operations = Operations(llm, config)
@@ -81,6 +88,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
 
     # The last one added is the outermost.
     uploads = {"/v1/files": config.max_file_bytes + FORM_BYTES}
+    app.add_middleware(errors.OneShape)
     app.add_middleware(BodyLimit, limit=config.max_body_bytes, larger=uploads)
     app.add_middleware(FrontDoor, operations=operations)
     if config.cors_origins:

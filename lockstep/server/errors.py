@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.engine.client import EngineUnavailable
 from lockstep.outputs import GenerationError
@@ -21,6 +24,8 @@ from lockstep.types import LockstepError, RequestError
 log = logging.getLogger("lockstep.server")
 
 QUEUE_RETRY_SECONDS = 1
+MAX_MESSAGE = 2000  # characters; what a client wrote may be said back to it, not all of megabytes
+MAX_PARAM = 200
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -34,6 +39,7 @@ _CODES = {
     404: "not_found",
     405: "method_not_allowed",
     413: "request_too_large",
+    416: "range_not_satisfiable",
 }
 
 
@@ -151,6 +157,44 @@ def too_large(limit: int) -> Response:
     return _json(*_reply(413, too_large_message(limit), code="request_too_large"))
 
 
+class OneShape:
+    """Gives errors that a library writes by itself, such as for a bad `Range`, the same shape."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start: Message | None = None
+        told = b""
+
+        async def replacing(message: Message) -> None:
+            nonlocal start, told
+            if message["type"] == "http.response.start" and _is_foreign(message):
+                start = message
+            elif start is None:
+                await send(message)
+            else:
+                told += message.get("body", b"")
+                if not message.get("more_body", False):
+                    await _in_shape(start, told)(scope, receive, send)
+
+        await self._app(scope, receive, replacing)
+
+
+def _is_foreign(start: Message) -> bool:
+    kind = Headers(raw=start["headers"]).get("content-type")
+    return start["status"] >= 400 and kind != "application/json"
+
+
+def _in_shape(start: Message, told: bytes) -> Response:
+    """What goes out in place of an error that a library has written."""
+    status, headers = start["status"], Headers(raw=start["headers"])
+    text = told.decode(errors="replace") or HTTPStatus(status).phrase
+    code = {400: "invalid_request"}.get(status) or _CODES.get(status, "http_error")
+    kept = {name: headers[name] for name in ("content-range", "allow") if name in headers}
+    return _json(*_reply(status, text, code=code, headers=kept))
+
+
 def install(app: FastAPI) -> None:
     """Make `app` answer every error in this shape."""
 
@@ -197,12 +241,15 @@ def _reply(
         call.error = code
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     # What a client wrote may not be valid Unicode; the reply is.
-    message, param = _valid(message), None if param is None else _valid(param)
+    message, param = _shown(message, MAX_MESSAGE), _shown(param or "", MAX_PARAM) or None
     body = ErrorReply(ErrorBody(message=message, type=kind, param=param, code=code))
     return status, body, dict(headers or {})
 
 
-def _valid(text: str) -> str:
+def _shown(text: str, most: int) -> str:
+    """Valid Unicode, and its middle left out where it is long."""
+    if len(text) > most:
+        text = f"{text[: most // 2]} … {text[-most // 2 + 3 :]}"
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -231,7 +278,7 @@ def _first_problem(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None
         wanted = "the body must be a JSON object, sent with Content-Type: application/json"
         return wanted, None, "invalid_type"
     if first["type"] == "extra_forbidden":
-        return f"unknown parameter: {'.'.join(where)}", where[0], "unknown_parameter"
+        return f"unknown parameter: {'.'.join(where) or repr('')}", where[0], "unknown_parameter"
     if first["type"] == "missing":
         return f"missing parameter: {'.'.join(where)}", where[0], "missing_parameter"
     same = (error["msg"] for error in errors if where[0] in error["loc"])

@@ -26,6 +26,7 @@ from lockstep.types import LockstepError
 log = logging.getLogger("lockstep.server")
 access = logging.getLogger("lockstep.access")
 
+METHOD_NOT_ALLOWED = 405
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it shows in the access log
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/=+-]{1,128}")
 _ENDS = re.compile(r"/v1/(responses|batches)/[^/]+/cancel").fullmatch
@@ -169,8 +170,9 @@ class FrontDoor:
         metrics, seconds = self._operations.metrics, time.monotonic() - call.began
         if not call.status:
             call.status = CLIENT_CLOSED_REQUEST
-        # What matches no route is told apart by nothing, so that nobody can fill the table.
-        method = call.method if call.route else ""
+        # What matches no route, or not by its method, which may be any word, is told apart by
+        # nothing, so that nobody can fill the table.
+        method = call.method if call.route and call.status != METHOD_NOT_ALLOWED else ""
         metrics.http[method, call.route, call.status] += 1
         metrics.http_seconds.observe(seconds)
         if call.error:

@@ -43,10 +43,12 @@ def problem(errors: Sequence[Mapping[str, Any]], body: object) -> RequestError |
     path, first = max(
         found, key=lambda entry: (not entry[1]["type"].endswith("_type"), _depth(entry[0]))
     )
-    if not path:
+    if not path and first["type"] != "extra_forbidden":
         return None
     if first["type"] == "extra_forbidden":
-        return RequestError(f"unknown parameter: {path}", field=path, code="unknown_parameter")
+        return RequestError(
+            f"unknown parameter: {path or repr(path)}", field=path, code="unknown_parameter"
+        )
     if first["type"] == "missing":
         return RequestError(f"missing parameter: {path}", field=path, code="missing_parameter")
     same = dict.fromkeys(error["msg"] for own, error in found if own == path)

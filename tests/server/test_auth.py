@@ -160,7 +160,7 @@ def test_which_routes_are_open(guarded: tuple[ServerThread, str]) -> None:
         assert httpx.get(server.url + path).status_code == 200, path
         headers = {"authorization": "Bearer wrong"}
         assert httpx.get(server.url + path, headers=headers).status_code == 200, path
-    closed = ("/metrics", "/stats", "/v1/models", "/docs", "/openapi.json", "/admin/requests")
+    closed = ("/metrics", "/stats", "/v1/models", "/openapi.json", "/admin/requests")
     for path in (*closed, "/nothing", "//health", "/health/", "/%2e/health", "/page", "/admin"):
         reply = httpx.get(server.url + path)
         assert reply.status_code == 401, path
