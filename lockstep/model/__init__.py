@@ -11,7 +11,7 @@ Where does my class go?
 
 from __future__ import annotations
 
-from lockstep.model.base import DecoderModel, ForwardStep
+from lockstep.model.base import DecoderModel, ForwardStep, Onward
 from lockstep.model.registry import FAMILIES, load_model
 
-__all__ = ["FAMILIES", "DecoderModel", "ForwardStep", "load_model"]
+__all__ = ["FAMILIES", "DecoderModel", "ForwardStep", "Onward", "load_model"]

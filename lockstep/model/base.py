@@ -18,12 +18,13 @@ from lockstep.model.layers import (
     ForwardStep,
     GatedMLP,
     Linear,
+    Onward,
     RMSNorm,
 )
 from lockstep.model.loading import WeightLoader
 from lockstep.types import LayerGroup
 
-__all__ = ["DecoderModel", "ForwardStep"]
+__all__ = ["DecoderModel", "ForwardStep", "Onward"]
 
 
 def layer_groups(
@@ -240,7 +241,10 @@ class DecoderModel(nn.Module):
         return out
 
     def run_layers(self, hidden: Tensor, begin: int, end: int, step: ForwardStep) -> Tensor:
-        """Layers [begin, end) over rows [R, D]; their keys and values go into the cache."""
+        """Layers [begin, end) over rows [R, D]; their keys and values go into the cache.
+
+        With `step.onward` rows are left behind in a layer, so that it must be the only one.
+        """
         for layer in islice(self.layers, begin, end):
             hidden = layer(hidden, step)
         return hidden

@@ -40,7 +40,7 @@ class Gemma3DecoderLayer(nn.Module):
 
     def forward(self, hidden: Tensor, step: ForwardStep) -> Tensor:
         attended = self.self_attn(self.input_layernorm(hidden), step)
-        hidden = self.post_attention_layernorm(attended, residual=hidden)
+        hidden = self.post_attention_layernorm(attended, residual=step.going_on(hidden))
         inner = self.mlp(self.pre_feedforward_layernorm(hidden))
         out: Tensor = self.post_feedforward_layernorm(inner, residual=hidden)
         return out

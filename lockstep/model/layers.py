@@ -23,6 +23,19 @@ from lockstep.kernels.contract import (
 
 
 @dataclass(frozen=True, slots=True)
+class Onward:
+    """The rows that leave a layer, where not all of those that enter it do.
+
+    Attributes:
+        rows: int32 [K], ascending: which of the R entering rows. Of every run the last few.
+        attention: as `ForwardStep.attention`, of these rows; `slots` is not read.
+    """
+
+    rows: Tensor
+    attention: tuple[AttentionBatch, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardStep:
     """Where the rows of one pass stand.
 
@@ -30,11 +43,18 @@ class ForwardStep:
         positions: int32 [R], absolute.
         attention: one batch per cache group, in the model's group order.
         kv: keys and values of every layer, indexed by layer.
+        onward: the rows that anybody reads after this layer; None for all. The others
+            only write their keys and values.
     """
 
     positions: Tensor
     attention: tuple[AttentionBatch, ...]
     kv: tuple[KVLayer, ...]
+    onward: Onward | None = None
+
+    def going_on(self, rows: Tensor) -> Tensor:
+        """Of rows [R, ...] those that leave the layer."""
+        return rows if self.onward is None else rows.index_select(0, self.onward.rows)
 
 
 class Linear(nn.Module):
@@ -125,7 +145,10 @@ class AttentionShape:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention over the paged cache, with rotary positions."""
+    """Causal grouped-query attention over the paged cache, with rotary positions.
+
+    Takes the rows that enter the layer; `residual` and the result are of those that leave it.
+    """
 
     def __init__(
         self,
@@ -151,6 +174,8 @@ class Attention(nn.Module):
         q = self.backend.write_kv(
             qkv, step.positions, self.rope, kv, batch, shape.q_heads, self.norm
         )
+        if step.onward is not None:
+            q, batch = step.going_on(q), step.onward.attention[shape.group]
         heads = self.backend.attention(q, kv, batch, shape.scale, shape.window)
         out: Tensor = self.o_proj(heads, residual)
         return out

@@ -31,7 +31,8 @@ class LlamaDecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(self, hidden: Tensor, step: ForwardStep) -> Tensor:
-        hidden = self.self_attn(self.input_layernorm(hidden), step, residual=hidden)
+        normed = self.input_layernorm(hidden)
+        hidden = self.self_attn(normed, step, residual=step.going_on(hidden))
         out: Tensor = self.mlp(self.post_attention_layernorm(hidden), residual=hidden)
         return out
 

@@ -2,14 +2,15 @@
 
 Runs may pass through different layers: some leave early, some enter late with a copy
 of another run's rows. The layers are cut where that changes, so that inside one
-segment the set of rows is constant. All index arrays of a step travel to the device
-in one copy.
+segment the set of rows is constant, but for its last layer: rows that nobody reads
+after it only write their keys and values there. All index arrays of a step travel to the
+device in one copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.kernels.contract import AttentionBatch
+from lockstep.model import Onward
 from lockstep.runner.plan import Plan, TokenRun
 
 _ALIGN = 16  # int32 elements: every array starts on a 64-byte boundary
@@ -33,7 +35,9 @@ class Segment:
             order; None when they are the same rows.
         positions, attention: of these rows; see `model.ForwardStep`.
         num_exits: rows whose hidden states after `end` need logits.
-        exits: int32 indices of those rows; None when they are all of them, or none.
+        exits: int32 indices of those rows among the ones that leave the last layer; None
+            when they are all of them, or none.
+        onward: the rows that leave the last layer; None when they are all.
     """
 
     begin: int
@@ -43,6 +47,7 @@ class Segment:
     attention: tuple[AttentionBatch, ...]
     num_exits: int
     exits: Tensor | None
+    onward: Onward | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,26 +110,49 @@ class _Draft:
     max_context: int
     num_exits: int
     exits: int | None
+    onward: _OnwardDraft | None
 
     def finish(self, tensors: Sequence[Tensor]) -> Segment:
+        attention = tuple(
+            AttentionBatch(
+                query_start=tensors[self.query_start],
+                context_len=tensors[self.context_len],
+                page_table=tensors[table],
+                slots=tensors[slots],
+                max_query=self.max_query,
+                max_context=self.max_context,
+            )
+            for table, slots in zip(self.tables, self.slots, strict=True)
+        )
         return Segment(
             begin=self.begin,
             end=self.end,
             gather=None if self.gather is None else tensors[self.gather],
             positions=tensors[self.positions],
-            attention=tuple(
-                AttentionBatch(
-                    query_start=tensors[self.query_start],
-                    context_len=tensors[self.context_len],
-                    page_table=tensors[table],
-                    slots=tensors[slots],
-                    max_query=self.max_query,
-                    max_context=self.max_context,
-                )
-                for table, slots in zip(self.tables, self.slots, strict=True)
-            ),
+            attention=attention,
             num_exits=self.num_exits,
             exits=None if self.exits is None else tensors[self.exits],
+            onward=None if self.onward is None else self.onward.finish(tensors, attention),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _OnwardDraft:
+    """An `Onward` whose arrays are indices into an upload."""
+
+    rows: int
+    query_start: int
+    max_query: int
+
+    def finish(self, tensors: Sequence[Tensor], attention: Sequence[AttentionBatch]) -> Onward:
+        """The last rows of every run see the same context as the whole run does."""
+        query_start = tensors[self.query_start]
+        return Onward(
+            tensors[self.rows],
+            tuple(
+                replace(batch, query_start=query_start, max_query=self.max_query)
+                for batch in attention
+            ),
         )
 
 
@@ -161,20 +189,21 @@ class BatchBuilder:
         drafts: list[_Draft] = []
         spans = [(0, 0)] * len(runs)
         total = 0
-        before: list[int] = []
+        before: dict[int, int] = {}  # run: rows that left the segment before
         for begin, end in pairwise(cuts):
             active = [
                 i for i, run in enumerate(runs) if run.layers[0] <= begin and run.layers[1] >= end
             ]
             gather = None
-            if drafts and active != before:
+            if drafts and active != list(before):
                 gather = upload.add(_entering_rows(runs, active, before, begin))
-            drafts.append(self._draft(runs, active, begin, end, gather, upload))
+            onward = _rows_onward(runs, active, end)
+            drafts.append(self._draft(runs, active, begin, end, gather, onward, upload))
             for index in active:
                 if runs[index].layers[1] == end:
                     spans[index] = (total, total + runs[index].logits)
                     total += runs[index].logits
-            before = active
+            before = dict(zip(active, onward, strict=True))
         tensors = upload.send(self._device)
         segments = tuple(draft.finish(tensors) for draft in drafts)
         return StepBatch(tensors[ids_at], segments, tuple(spans))
@@ -186,9 +215,11 @@ class BatchBuilder:
         begin: int,
         end: int,
         gather: int | None,
+        onward: Sequence[int],
         upload: _Upload,
     ) -> _Draft:
-        """Positions, page tables, slots and exits of the active runs."""
+        """Positions, page tables, slots and exits of the active runs, of which the last
+        `onward` rows leave."""
         chosen = [runs[i] for i in active]
         count = len(chosen)
         lengths = np.fromiter((len(run.tokens) for run in chosen), np.int32, count)
@@ -209,11 +240,8 @@ class BatchBuilder:
             (run.logits if run.layers[1] == end else 0 for run in chosen), np.int32, count
         )
         num_exits = int(wanted.sum())
-        exits = None
-        if 0 < num_exits < rows:
-            # The last `wanted` rows of each run.
-            from_end = query_start[1:][owner] - np.arange(rows, dtype=np.int32)
-            exits = upload.add(np.flatnonzero(from_end <= wanted[owner]).astype(np.int32))
+        left = np.fromiter(onward, np.int32, count)
+        num_left = int(left.sum())
         return _Draft(
             begin=begin,
             end=end,
@@ -226,8 +254,16 @@ class BatchBuilder:
             max_query=int(lengths.max()),
             max_context=max_context,
             num_exits=num_exits,
-            exits=exits,
+            exits=upload.add(_last_rows(left, wanted)) if 0 < num_exits < num_left else None,
+            onward=self._onward(lengths, left, upload) if num_left < rows else None,
         )
+
+    @staticmethod
+    def _onward(lengths: _Ints, left: _Ints, upload: _Upload) -> _OnwardDraft:
+        query_start = np.zeros(len(left) + 1, np.int32)
+        np.cumsum(left, out=query_start[1:])
+        rows = upload.add(_last_rows(lengths, left))
+        return _OnwardDraft(rows, upload.add(query_start), int(left.max()))
 
     def _pages(
         self,
@@ -286,15 +322,38 @@ def check_runs(runs: Sequence[TokenRun], num_layers: int, num_groups: int) -> No
             )
 
 
+def _rows_onward(runs: Sequence[TokenRun], active: Sequence[int], end: int) -> list[int]:
+    """How many of each active run's rows, its last ones, somebody reads at layer `end`.
+
+    At least one of all: no kernel takes a launch without rows.
+    """
+    sources = {run.source for run in runs if run.source is not None and run.layers[0] == end}
+    left = [
+        len(runs[i].tokens) if runs[i].layers[1] > end or i in sources else runs[i].logits
+        for i in active
+    ]
+    if not any(left):
+        left[-1] = 1
+    return left
+
+
+def _last_rows(lengths: _Ints, wanted: _Ints) -> _Ints:
+    """Indices of the last `wanted` [B] rows of each of B stretches of `lengths` [B] rows."""
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    from_end = np.cumsum(lengths)[owner] - np.arange(len(owner))
+    return np.flatnonzero(from_end <= wanted[owner]).astype(np.int32)
+
+
 def _entering_rows(
-    runs: Sequence[TokenRun], active: Sequence[int], before: Sequence[int], layer: int
+    runs: Sequence[TokenRun], active: Sequence[int], before: Mapping[int, int], layer: int
 ) -> _Ints:
-    """Rows of the previous segment from which the active runs' rows come."""
+    """Rows that left the previous segment (so many `before` a run) from which the active
+    runs' rows come; of these runs all have."""
     start_of: dict[int, int] = {}
     row = 0
-    for index in before:
+    for index, left in before.items():
         start_of[index] = row
-        row += len(runs[index].tokens)
+        row += left
     pieces = []
     for index in active:
         run = runs[index]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from typing import cast
@@ -282,7 +282,11 @@ class Runner:
             if segment.gather is not None:
                 hidden = hidden.index_select(0, segment.gather)
             step = ForwardStep(segment.positions, segment.attention, self._kv)
-            hidden = self.model.run_layers(hidden, segment.begin, segment.end, step)
+            whole = segment.end if segment.onward is None else segment.end - 1
+            hidden = self.model.run_layers(hidden, segment.begin, whole, step)
+            if segment.onward is not None:
+                step = replace(step, onward=segment.onward)
+                hidden = self.model.run_layers(hidden, whole, segment.end, step)
             if segment.num_exits:
                 exits.append(
                     hidden if segment.exits is None else hidden.index_select(0, segment.exits)
