@@ -19,7 +19,8 @@ from lockstep.decisions import (
 )
 from lockstep.decisions import Score as ScoreQuestion
 from lockstep.embeddings import PoolingKind, Vector, embed_requests, embedding
-from lockstep.engine.client import EngineClient, EngineUnavailable, OutputQueue, ProgressCallback
+from lockstep.engine.client import EngineClient, EngineUnavailable, ProgressCallback
+from lockstep.engine.mailbox import OutputQueue
 from lockstep.outputs import (
     CHAT_DEFAULTS,
     COMPLETION_DEFAULTS,
@@ -259,9 +260,10 @@ class AsyncLLM:
         except BaseException:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for request in requests:
-                self._client.cancel(request.id)
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            for request, end in zip(requests, ends, strict=True):
+                if not isinstance(end, BaseException):  # a refused id may be another's
+                    self._client.cancel(request.id)
             raise
         return [
             AnswerStream(

@@ -14,7 +14,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from asyncio.subprocess import Process
 from collections.abc import Callable
 from enum import StrEnum
@@ -26,6 +25,7 @@ import zmq.asyncio
 
 from lockstep import messages
 from lockstep.config import ConfigError, EngineConfig
+from lockstep.engine.mailbox import OutputQueue
 from lockstep.engine.process import LENGTH
 from lockstep.types import (
     EngineInfo,
@@ -34,7 +34,6 @@ from lockstep.types import (
     ModelError,
     Request,
     RequestError,
-    SequenceOutput,
 )
 
 log = logging.getLogger("lockstep.engine")
@@ -42,9 +41,10 @@ log = logging.getLogger("lockstep.engine")
 DEFAULT_FACTORY = "lockstep.engine.loop:Engine.from_config"
 MAX_BACKOFF_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
+LISTEN_SECONDS = 1.0  # between looks at the watchdog
+START_SECONDS = 600.0  # for one stage of a start, such as reading the weights from a network
 
 ProgressCallback = Callable[[str, float], None]
-OutputQueue = asyncio.Queue[SequenceOutput | LockstepError]
 
 
 class EngineUnavailable(LockstepError):
@@ -84,8 +84,14 @@ class EngineClient:
     Args:
         config: what to start.
         factory: "module:name" of the callable that builds the engine in the child.
-        hang_seconds: an engine with work that says nothing for so long is killed
-            and restarted; 0 waits for ever.
+        hang_seconds: an engine that says nothing for so long is killed and restarted;
+            0 waits for ever. It speaks after every step or once in `heartbeat_seconds`, so
+            the longest step must fit in. While it starts, it has `START_SECONDS` at least.
+
+    Attributes:
+        restarts: how often a new process has taken the place of one that died.
+        silent: seconds for which the running process has said nothing, in steps of
+            `LISTEN_SECONDS`.
     """
 
     def __init__(
@@ -100,7 +106,7 @@ class EngineClient:
         self.state = EngineState.NEW
         self.stats = EngineStats()
         self.restarts = 0
-        self.last_heard = 0.0
+        self.silent = 0.0
         self._factory = factory
         self._hang_seconds = hang_seconds
         self._heartbeat_seconds = heartbeat_seconds
@@ -162,7 +168,11 @@ class EngineClient:
         """
         self._check_ready()
         self._check_room()
-        queue: OutputQueue = asyncio.Queue()
+        if request.id in self._queues:  # two would share one queue
+            raise RequestError(
+                f"request id {request.id!r} is in use", field="id", code="duplicate_id"
+            )
+        queue = OutputQueue()
         admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queues[request.id] = queue
         self._live_choices[request.id] = request.sampling.n
@@ -291,23 +301,28 @@ class EngineClient:
         assert self._context is not None
         assert self._directory is not None
         self._launches += 1
-        address = f"ipc://{self._directory}/engine-{self._launches}"
+        path = self._directory / f"engine-{self._launches}"
         socket = self._context.socket(zmq.PAIR)
-        for option in (zmq.SNDHWM, zmq.RCVHWM):
-            socket.setsockopt(option, 0)
-        socket.bind(address)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # the same import path as the parent's, and nothing from the current folder
-            "-m",
-            "lockstep.engine.process",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=2,  # standard output belongs to the parent's own answers
-            env=self._environment(),
-        )
-        self._link = _Link(process, socket)
+        try:
+            for option in (zmq.SNDHWM, zmq.RCVHWM):
+                socket.setsockopt(option, 0)
+            socket.bind(f"ipc://{path}")
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",  # the same import path as the parent's, and nothing from the current folder
+                "-m",
+                "lockstep.engine.process",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=2,  # standard output belongs to the parent's own answers
+                env=self._environment(),
+            )
+        except BaseException:
+            socket.close(linger=0)
+            path.unlink(missing_ok=True)
+            raise
+        self._link = _Link(process, socket, path)
         start = messages.Start(
-            address=address,
+            address=f"ipc://{path}",
             factory=self._factory,
             config=self.config,
             heartbeat_seconds=self._heartbeat_seconds,
@@ -316,7 +331,6 @@ class EngineClient:
         assert process.stdin is not None
         process.stdin.write(LENGTH.pack(len(payload)) + payload)
         await self._wait_ready(self._link, progress)
-        self.last_heard = time.monotonic()
         self.state = EngineState.READY
 
     def _environment(self) -> dict[str, str]:
@@ -331,7 +345,13 @@ class EngineClient:
     async def _wait_ready(self, link: _Link, progress: ProgressCallback | None) -> None:
         stage = "starting"
         while True:
-            match await link.receive():
+            try:
+                message = await self._next(link, START_SECONDS)
+            except TimeoutError:
+                raise EngineStartError(
+                    f"the engine process said nothing for {self.silent:.0f} s while {stage}"
+                ) from None
+            match message:
                 case messages.Progress(stage=stage, fraction=fraction):
                     if progress is not None:
                         progress(stage, fraction)
@@ -369,12 +389,9 @@ class EngineClient:
         while True:
             try:
                 await self._launch(None)
-            except (LockstepError, OSError, msgspec.DecodeError) as error:
-                log.error(
-                    "restarting the engine failed: %s; next try in %.0f s",
-                    error,
-                    backoff,
-                )
+            except Exception as error:  # no file left, no memory, ...: all of it may pass
+                text = str(error) or type(error).__name__
+                log.error("restarting the engine failed: %s; next try in %.0f s", text, backoff)
                 await self._reap(0.0)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
@@ -389,13 +406,9 @@ class EngineClient:
         fatal = ""
         while True:
             try:
-                message = await self._link.receive(timeout=1.0)
+                message = await self._next(self._link)
             except TimeoutError:
-                silent = time.monotonic() - self.last_heard
-                if self._queues and 0 < self._hang_seconds <= silent:
-                    return f"the engine process said nothing for {silent:.0f} s with work to do"
-                continue
-            self.last_heard = time.monotonic()
+                return f"the engine process said nothing for {self.silent:.0f} s"
             match message:
                 case messages.StepReport():
                     self.stats = message.stats
@@ -410,6 +423,27 @@ class EngineClient:
                 case _:
                     pass
 
+    async def _next(self, link: _Link, least: float = 0.0) -> messages.FromEngine | None:
+        """As `_Link.receive`, for as long as the watchdog allows.
+
+        Silence is what was waited for: while this process is stopped, none is counted.
+
+        Raises:
+            TimeoutError: nothing came within `hang_seconds`, or `least` if that is more.
+        """
+        self.silent = 0.0
+        limit = max(least, self._hang_seconds) if self._hang_seconds > 0 else math.inf
+        while True:
+            try:
+                message = await link.receive(timeout=LISTEN_SECONDS)
+            except TimeoutError:
+                self.silent += LISTEN_SECONDS
+                if self.silent >= limit:
+                    raise
+            else:
+                self.silent = 0.0
+                return message
+
     async def _reap(self, patience: float) -> None:
         """End the process if it still runs, and let go of its socket."""
         link, self._link = self._link, None
@@ -420,9 +454,10 @@ class EngineClient:
 class _Link:
     """One child process and the socket that leads to it."""
 
-    def __init__(self, process: Process, socket: zmq.asyncio.Socket) -> None:
+    def __init__(self, process: Process, socket: zmq.asyncio.Socket, path: Path) -> None:
         self.process = process
         self._socket = socket
+        self._path = path  # of the socket
         self._death = asyncio.ensure_future(process.wait())
         self._incoming: asyncio.Future[bytes] | None = None
 
@@ -465,17 +500,15 @@ class _Link:
         """Give the process `patience` seconds to end by itself, then make it end."""
         if self.process.stdin is not None:
             self.process.stdin.close()
-        for act in (None, self.process.terminate, self.process.kill):
-            if self._death.done():
-                break
-            if act is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    act()
-            await asyncio.wait({self._death}, timeout=max(patience, 0.05))
+        await asyncio.wait({self._death}, timeout=max(patience, 0.05))
+        if not self._death.done():
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()  # it ignores SIGTERM
         await self._death
         if self._incoming is not None:
             self._incoming.cancel()
         self._socket.close(linger=0)
+        self._path.unlink(missing_ok=True)
 
 
 def _start_error(kind: str, text: str) -> LockstepError:

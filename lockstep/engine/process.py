@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import select
+import shutil
 import signal
 import struct
 import sys
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 import msgspec
@@ -45,19 +47,21 @@ EXIT_FATAL = 4
 EXIT_ORPHANED = 5
 LINGER_MS = 2_000
 PARKED_MS = 2  # between looks at a grammar under way
+_PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 
 
 def main() -> int:
     """Serve one engine until told to stop; returns the exit status."""
-    # Ctrl-C and service managers reach the whole group; the parent decides when to end, and
-    # until then this process finishes what the parent's clients wait for.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # Ctrl-C, service managers and terminals that close reach the whole group; the parent decides
+    # when to end, and until then this process finishes what the parent's clients wait for.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logs.configure()
-    _set_process_name("lockstep-engine")
+    _set_up_process("lockstep-engine")
     start = _read_start(sys.stdin.buffer)
-    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+    arguments = (os.getppid(), Path(start.address.removeprefix("ipc://")).parent)
+    threading.Thread(target=_exit_with_parent, args=arguments, daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.setsockopt(zmq.SNDHWM, 0)
@@ -111,9 +115,14 @@ def _serve(start: messages.Start, socket: zmq.Socket[bytes]) -> int:
 def _loop(engine: Engine, socket: zmq.Socket[bytes], heartbeat_seconds: float) -> None:
     """Drain the inbox, run one step, report; until `Shutdown`."""
     parked: dict[str, _Parked] = {}
+    spoken = time.monotonic()
     while True:
-        if not engine.has_work() and not _wait(socket, parked, heartbeat_seconds):
+        idle = not engine.has_work() and not _wait(socket, parked, heartbeat_seconds)
+        # A long prompt takes many steps that have nothing to report.
+        if idle or time.monotonic() - spoken >= heartbeat_seconds:
             socket.send(messages.encode(messages.Heartbeat(stats=engine.stats())))
+            spoken = time.monotonic()
+        if idle:
             continue
         inbox = _drain(socket)
         if any(isinstance(message, messages.Shutdown) for message in inbox):
@@ -129,6 +138,7 @@ def _loop(engine: Engine, socket: zmq.Socket[bytes], heartbeat_seconds: float) -
                 stats=engine.stats(),
             )
             socket.send(messages.encode(report))
+            spoken = time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,23 +251,34 @@ def _read_start(stream: BinaryIO) -> messages.Start:
     return messages.decode_start(stream.read(length))
 
 
-def _exit_with_parent(parent: int) -> None:
+def _exit_with_parent(parent: int, folder: Path) -> None:
     """End the process as soon as the parent's end of standard input closes.
 
     The parent's id is looked at too: a process that it forked may hold the pipe open.
+
+    Args:
+        folder: private to the two, and removed for a parent that could not.
     """
     while os.getppid() == parent:
         readable, _, _ = select.select([0], [], [], 1.0)
         if readable and not os.read(0, 4096):
             time.sleep(0.5)  # an orderly shutdown closes both; let it finish
             break
+    if os.getppid() != parent:  # else it has only ended this process, and starts another
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(EXIT_ORPHANED)
 
 
-def _set_process_name(name: str) -> None:
-    """The name that `ps` and `top` show for the main thread (Linux; elsewhere nothing)."""
+def _set_up_process(name: str) -> None:
+    """What Linux alone can do (elsewhere nothing).
+
+    The name that `ps` and `top` show for the main thread; and when the parent dies, a process
+    that somebody has stopped goes on, to find itself orphaned.
+    """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 
 if __name__ == "__main__":
