@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from lockstep.server.errors import NotFound
 from lockstep.server.generation import service_of
+from lockstep.server.openapi import returns
 from lockstep.server.operations import Operations, Watch
 
 router = APIRouter(prefix="/admin", tags=["admin"])
@@ -82,7 +83,7 @@ def operations_of(request: HTTPRequest) -> Operations:
     return operations
 
 
-@router.post("/drain")
+@router.post("/drain", responses=returns(DrainState))
 async def drain(request: HTTPRequest) -> Response:
     """Turn new requests away; what runs goes on."""
     operations = operations_of(request)
@@ -90,7 +91,7 @@ async def drain(request: HTTPRequest) -> Response:
     return _json(DrainState(draining=True, in_flight=len(operations.live)))
 
 
-@router.post("/undrain")
+@router.post("/undrain", responses=returns(DrainState))
 async def undrain(request: HTTPRequest) -> Response:
     """Take requests again."""
     operations = operations_of(request)
@@ -98,7 +99,7 @@ async def undrain(request: HTTPRequest) -> Response:
     return _json(DrainState(draining=False, in_flight=len(operations.live)))
 
 
-@router.get("/requests")
+@router.get("/requests", responses=returns(LiveRequests))
 async def list_requests(request: HTTPRequest) -> Response:
     """What is in the engine."""
     now = time.monotonic()
@@ -106,7 +107,7 @@ async def list_requests(request: HTTPRequest) -> Response:
     return _json(LiveRequests(data=[_shown(watch, now) for watch in live]))
 
 
-@router.post("/cancel/{name}")
+@router.post("/cancel/{name}", responses=returns(Cancelled))
 async def cancel(name: str, request: HTTPRequest) -> Response:
     """End requests; `name` is an id of theirs, of their answer's, or an `x-request-id`."""
     ended = operations_of(request).cancel(name)
@@ -115,7 +116,7 @@ async def cancel(name: str, request: HTTPRequest) -> Response:
     return _json(Cancelled(cancelled=ended))
 
 
-@router.get("/cache")
+@router.get("/cache", responses=returns(CacheStats))
 async def cache_statistics(request: HTTPRequest) -> Response:
     """The page pool and how often it served a prefix."""
     llm = service_of(request).llm
@@ -135,7 +136,7 @@ async def cache_statistics(request: HTTPRequest) -> Response:
     )
 
 
-@router.post("/cache/flush")
+@router.post("/cache/flush", responses=returns(Flushed))
 async def flush_cache(request: HTTPRequest) -> Response:
     """Forget every prefix that no live sequence reads, before any later request."""
     service_of(request).llm.flush_cache()

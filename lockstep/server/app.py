@@ -23,6 +23,7 @@ from lockstep.server import (
     embeddings,
     errors,
     models,
+    openapi,
     page,
     score,
     status,
@@ -58,10 +59,12 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         redirect_slashes=False,  # to wherever the Host header says
         docs_url=None,  # FastAPI's pages run scripts from elsewhere beside the keys of ours
         redoc_url=None,
+        responses=openapi.errors(),
     )
     app.state.service = Service(llm=llm, config=config, started=int(time.time()))
     app.state.throughput = status.Throughput()
     app.state.operations = operations = Operations(llm, config)
+    app.openapi = openapi.describe(app, operations)  # type: ignore[method-assign]
     for router in (
         page.router,
         status.router,

@@ -24,13 +24,17 @@ from lockstep.server.answers import (
 from lockstep.server.conversation import submit_turn
 from lockstep.server.generation import Envelope, Service, respond, service_of
 from lockstep.server.json_route import JSONRoute
+from lockstep.server.openapi import returns
 from lockstep.server.protocol import ChatBody
 from lockstep.text import Tokenizer
 
 router = APIRouter(route_class=JSONRoute)
 
 
-@router.post("/v1/chat/completions")
+@router.post(
+    "/v1/chat/completions",
+    responses=returns(replies.ChatCompletion, event=replies.ChatChunk),
+)
 async def create_chat_completion(body: ChatBody, request: HTTPRequest) -> Response:
     """The assistant's next message in a conversation."""
     submit = ChatCall.submit(service_of(request), body)

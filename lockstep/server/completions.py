@@ -22,13 +22,14 @@ from lockstep.server.generation import (
     service_of,
 )
 from lockstep.server.json_route import JSONRoute
+from lockstep.server.openapi import returns
 from lockstep.server.protocol import CompletionBody
 from lockstep.text import Tokenizer
 
 router = APIRouter(route_class=JSONRoute)
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=returns(replies.Completion, event=replies.Completion))
 async def create_completion(body: CompletionBody, request: HTTPRequest) -> Response:
     """Continue each prompt."""
     submit = CompletionCall.submit(service_of(request), body)

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from lockstep.embeddings import Vector, embed_requests, embedding
 from lockstep.server.generation import Service, off_loop, service_of
+from lockstep.server.openapi import returns
 from lockstep.server.paths import PathRoute
 from lockstep.server.protocol import MAX_PROMPTS, Body
 from lockstep.server.replies import PromptTokensDetails, Reply, encode
@@ -78,7 +79,7 @@ class EmbeddingList(Reply):
     object: str = "list"
 
 
-@router.post("/v1/embeddings")
+@router.post("/v1/embeddings", responses=returns(EmbeddingList))
 async def create_embedding(body: EmbeddingsBody, request: HTTPRequest) -> Response:
     """A vector of length 1 for each text."""
     service = service_of(request)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from lockstep.server import replies
 from lockstep.server.generation import Service, service_of
+from lockstep.server.openapi import returns
 
 router = APIRouter()
 
@@ -29,7 +30,7 @@ class ModelListing(replies.ModelList):
     models: list[ModelDescription] = msgspec.field(default_factory=list)
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=returns(ModelListing))
 async def list_models(request: HTTPRequest) -> Response:
     """The models that requests may name."""
     service = service_of(request)
@@ -37,7 +38,7 @@ async def list_models(request: HTTPRequest) -> Response:
     return Response(replies.encode(reply), media_type="application/json")
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", responses=returns(replies.ModelCard))
 async def get_model(name: str, request: HTTPRequest) -> Response:
     """One of them."""
     service = service_of(request)

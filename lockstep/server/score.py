@@ -23,6 +23,7 @@ from lockstep.decisions.decision import normalise
 from lockstep.outputs import RequestBuilder, Score
 from lockstep.server.embeddings import EmbeddingUsage, usage_of
 from lockstep.server.generation import Envelope, Service, off_loop, service_of
+from lockstep.server.openapi import returns
 from lockstep.server.paths import PathRoute
 from lockstep.server.protocol import MAX_MESSAGES, MAX_PROMPTS, Body
 from lockstep.server.protocol.chat import ChatMessageBody
@@ -120,7 +121,7 @@ class ScoreReply(Reply):
     object: str = "list"
 
 
-@router.post("/v1/score")
+@router.post("/v1/score", responses=returns(ScoreReply))
 async def create_score(body: ScoreBody, request: HTTPRequest) -> Response:
     """Log-likelihood of each text behind its context."""
     service = service_of(request)

@@ -15,6 +15,7 @@ from lockstep.server import errors
 from lockstep.server.admin import operations_of
 from lockstep.server.generation import service_of
 from lockstep.server.metrics import CONTENT_TYPE
+from lockstep.server.openapi import returns, returns_other
 from lockstep.types import EngineInfo, EngineStats
 
 router = APIRouter()
@@ -74,7 +75,7 @@ class Throughput:
 
 
 @router.head("/health", include_in_schema=False)
-@router.get("/health")
+@router.get("/health", responses=returns(Health))
 async def health(request: HTTPRequest) -> Response:
     """200 while this process runs: a restarting engine is no reason to kill the server."""
     service = service_of(request)
@@ -86,7 +87,7 @@ async def health(request: HTTPRequest) -> Response:
 
 
 @router.head("/ready", include_in_schema=False)
-@router.get("/ready")
+@router.get("/ready", responses=returns(Ready))
 async def ready(request: HTTPRequest) -> Response:
     """200 when requests are taken, else 503 with the reason: for load balancers."""
     client = service_of(request).llm.client
@@ -100,14 +101,14 @@ async def ready(request: HTTPRequest) -> Response:
     return Response(msgspec.json.encode(Ready(status="ready")), media_type="application/json")
 
 
-@router.get("/metrics", include_in_schema=False)
+@router.get("/metrics", responses=returns_other("text/plain"))
 async def metrics(request: HTTPRequest) -> Response:
     """For Prometheus."""
     text = operations_of(request).metrics.text()
     return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
 
-@router.get("/stats")
+@router.get("/stats", responses=returns(Stats))
 async def stats(request: HTTPRequest) -> Response:
     """Gauges and counters of the engine."""
     service = service_of(request)

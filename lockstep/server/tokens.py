@@ -15,6 +15,7 @@ from starlette.responses import Response
 from lockstep.outputs import RequestBuilder
 from lockstep.server.conversation import prepare
 from lockstep.server.generation import Service, off_loop, service_of
+from lockstep.server.openapi import returns
 from lockstep.server.paths import PathRoute
 from lockstep.server.protocol import MAX_MESSAGES, Body
 from lockstep.server.protocol.chat import ChatMessageBody
@@ -71,7 +72,7 @@ class DetokenizeReply(Reply):
     prompt: str
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", responses=returns(TokenizeReply))
 async def tokenize(body: TokenizeBody, request: HTTPRequest) -> Response:
     """The token ids of a prompt or of messages, as the generating routes would read them."""
     service = _checked(request, body.model)
@@ -94,7 +95,7 @@ async def tokenize(body: TokenizeBody, request: HTTPRequest) -> Response:
     return Response(encode(reply), media_type="application/json")
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", responses=returns(DetokenizeReply))
 async def detokenize(body: DetokenizeBody, request: HTTPRequest) -> Response:
     """The text that token ids stand for, control tokens included."""
     builder = _checked(request, body.model).llm.builder

@@ -89,9 +89,15 @@ _OWN_TASKS = ("Target._settle", "Event.wait")  # the second: of the supervisor o
 
 
 class Target:
-    """An application over a fake engine, on a loop that runs only while requests do."""
+    """An application over a fake engine, on a loop that runs only while requests do.
 
-    def __init__(self, model: str = MODEL, **settings: Any) -> None:
+    Args:
+        key: what good requests show.
+        settings: of the server.
+    """
+
+    def __init__(self, model: str = MODEL, key: str = "", **settings: Any) -> None:
+        self.headers = (JSON, (b"authorization", f"Bearer {key}".encode()))
         self.loop = asyncio.new_event_loop()
         self.llm: AsyncLLM = fake_llm(model)
         self.loop.run_until_complete(self.llm.start())
@@ -182,7 +188,7 @@ class Target:
 
     def good_answers(self) -> dict[str, Any]:
         """Answers to good requests, without what differs from call to call by design."""
-        answers = self.send(post(path, body) for path, body in GOOD.items())
+        answers = self.send(post(path, body, headers=self.headers) for path, body in GOOD.items())
         found = {}
         for path, answer in zip(GOOD, answers, strict=True):
             assert answer.status == 200, answer.body

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
@@ -140,17 +140,20 @@ class BatchObject(Reply):
     metadata: dict[str, str] | None = None
 
 
-class Page(Reply):
+T = TypeVar("T", FileObject, BatchObject)
+
+
+class Page(Reply, Generic[T]):
     """One page of a listing, newest first unless asked otherwise."""
 
-    data: list[FileObject] | list[BatchObject]
+    data: list[T]
     has_more: bool
     first_id: str | None
     last_id: str | None
     object: Literal["list"] = "list"
 
     @classmethod
-    def of(cls, found: list[FileObject] | list[BatchObject], limit: int) -> Page:
+    def of(cls, found: list[T], limit: int) -> Page[T]:
         """A page from up to `limit` + 1 objects: the last one only says that there is more."""
         shown = found[:limit]
         return cls(

@@ -31,6 +31,7 @@ from lockstep.server.batches.store import no_file
 from lockstep.server.batches.threads import to_the_end
 from lockstep.server.errors import StorageUnavailable
 from lockstep.server.generation import service_of
+from lockstep.server.openapi import returns, returns_other
 from lockstep.server.protocol import Body
 from lockstep.server.replies import Reply, encode
 from lockstep.types import RequestError
@@ -112,7 +113,7 @@ _FORM = {  # for the OpenAPI page: the body is parsed as it comes, by `upload`
 }
 
 
-@router.post("/v1/files", openapi_extra=_FORM)
+@router.post("/v1/files", openapi_extra=_FORM, responses=returns(FileObject))
 async def create_file(request: HTTPRequest) -> Response:
     """Keep a file of requests: a form with `file` and `purpose`."""
     batches, config = _batches(request), service_of(request).config
@@ -131,7 +132,7 @@ async def create_file(request: HTTPRequest) -> Response:
     return _json(record)
 
 
-@router.get("/v1/files")
+@router.get("/v1/files", responses=returns(Page[FileObject]))
 async def list_files(
     request: HTTPRequest,
     limit: Annotated[int, Query(ge=1, le=FILES_PER_PAGE)] = FILES_PER_PAGE,
@@ -151,13 +152,13 @@ async def list_files(
     return _json(Page.of(found, limit))
 
 
-@router.get("/v1/files/{file_id}")
+@router.get("/v1/files/{file_id}", responses=returns(FileObject))
 async def get_file(file_id: str, request: HTTPRequest) -> Response:
     """A file's name, size and times."""
     return _json(await _stored(_batches(request).store.file, file_id, _owner(request)))
 
 
-@router.get("/v1/files/{file_id}/content")
+@router.get("/v1/files/{file_id}/content", responses=returns_other("application/jsonl", 206))
 async def get_file_content(file_id: str, request: HTTPRequest) -> Response:
     """A file's bytes."""
     store = _batches(request).store
@@ -172,14 +173,14 @@ async def get_file_content(file_id: str, request: HTTPRequest) -> Response:
     )
 
 
-@router.delete("/v1/files/{file_id}")
+@router.delete("/v1/files/{file_id}", responses=returns(FileDeleted))
 async def delete_file(file_id: str, request: HTTPRequest) -> Response:
     """Forget a file."""
     await _stored(_batches(request).store.delete_file, file_id, _owner(request))
     return _json(FileDeleted(id=file_id))
 
 
-@router.post("/v1/batches")
+@router.post("/v1/batches", responses=returns(BatchObject))
 async def create_batch(body: BatchBody, request: HTTPRequest) -> Response:
     """Answer every line of a file in the background."""
     batches = _batches(request)
@@ -212,7 +213,7 @@ async def create_batch(body: BatchBody, request: HTTPRequest) -> Response:
     return _json(batch)
 
 
-@router.get("/v1/batches")
+@router.get("/v1/batches", responses=returns(Page[BatchObject]))
 async def list_batches(
     request: HTTPRequest,
     limit: Annotated[int, Query(ge=1, le=BATCHES_PER_PAGE)] = BATCHES_BY_DEFAULT,
@@ -224,7 +225,7 @@ async def list_batches(
     return _json(Page.of([batches.describe(batch) for batch in found], limit))
 
 
-@router.get("/v1/batches/{batch_id}")
+@router.get("/v1/batches/{batch_id}", responses=returns(BatchObject))
 async def get_batch(batch_id: str, request: HTTPRequest) -> Response:
     """A batch as it stands."""
     batches = _batches(request)
@@ -232,7 +233,7 @@ async def get_batch(batch_id: str, request: HTTPRequest) -> Response:
     return _json(batches.describe(batch))
 
 
-@router.post("/v1/batches/{batch_id}/cancel")
+@router.post("/v1/batches/{batch_id}/cancel", responses=returns(BatchObject))
 async def cancel_batch(batch_id: str, request: HTTPRequest) -> Response:
     """Answer no more lines; those that have an answer keep it."""
     batches = _batches(request)

@@ -19,6 +19,7 @@ from lockstep.outputs import check_text
 from lockstep.server.decisions.account import Account, answer
 from lockstep.server.decisions.inputs import Input, InputPart, conversation, parts_text
 from lockstep.server.generation import Service, service_of
+from lockstep.server.openapi import returns
 from lockstep.server.paths import PathRoute
 from lockstep.server.protocol import Body
 from lockstep.server.replies import Reply, encode
@@ -136,13 +137,12 @@ def _level(body: Level, index: int) -> Option:
         raise RequestError(text, field=f"levels[{index}].{name}") from None
 
 
-class PredicateAnswer(Reply):
+class PredicateAnswer(Reply, tag_field="type", tag="predicate"):
     """How probable the statement is."""
 
     name: str | None
     probability: float
     mass: float
-    type: str = "predicate"
 
 
 class ChoiceProbability(Reply):
@@ -152,7 +152,7 @@ class ChoiceProbability(Reply):
     probability: float
 
 
-class ChoiceAnswer(Reply):
+class ChoiceAnswer(Reply, tag_field="type", tag="choice"):
     """The winner and everybody's probability."""
 
     name: str | None
@@ -160,7 +160,6 @@ class ChoiceAnswer(Reply):
     confidence: float
     probabilities: list[ChoiceProbability]
     mass: float
-    type: str = "choice"
 
 
 class LevelProbability(Reply):
@@ -171,7 +170,7 @@ class LevelProbability(Reply):
     probability: float
 
 
-class ScoreAnswer(Reply):
+class ScoreAnswer(Reply, tag_field="type", tag="score"):
     """The expected level, and every level's probability."""
 
     name: str | None
@@ -179,15 +178,13 @@ class ScoreAnswer(Reply):
     confidence: float
     probabilities: list[LevelProbability]
     mass: float
-    type: str = "score"
 
 
-class Refusal(Reply):
+class Refusal(Reply, tag_field="type", tag="refusal"):
     """The model wanted to say something else."""
 
     name: str | None
     mass: float
-    type: str = "refusal"
 
 
 class InputDetails(Reply):
@@ -221,7 +218,7 @@ class DecisionsReply(Reply):
     usage: DecisionUsage
 
 
-@router.post("/v1/decisions")
+@router.post("/v1/decisions", responses=returns(DecisionsReply))
 async def create_decision(body: DecisionsBody, request: HTTPRequest) -> Response:
     """Answer typed questions about an input, with a probability for every option."""
     service = service_of(request)

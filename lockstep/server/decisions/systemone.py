@@ -19,6 +19,7 @@ from lockstep.outputs import check_text
 from lockstep.server.decisions.account import answer
 from lockstep.server.decisions.parts import content_text
 from lockstep.server.generation import Service, service_of
+from lockstep.server.openapi import returns
 from lockstep.server.paths import PathRoute
 from lockstep.server.protocol import Body
 from lockstep.server.replies import Reply, encode
@@ -125,25 +126,23 @@ class SystemOneBody(Body):
         return found
 
 
-class NoulAnswer(Reply):
+class NoulAnswer(Reply, tag_field="type", tag="noul"):
     """The probability of yes."""
 
     noul: float
     mass: float
-    type: str = "noul"
 
 
-class ChoiceAnswer(Reply):
+class ChoiceAnswer(Reply, tag_field="type", tag="choice"):
     """The winner, and everybody's probability by name."""
 
     choice: str
     confidence: float
     probabilities: dict[str, float]
     mass: float
-    type: str = "choice"
 
 
-class ScoreAnswer(Reply):
+class ScoreAnswer(Reply, tag_field="type", tag="score"):
     """The expected level, and every level's probability by its index."""
 
     score: float
@@ -151,7 +150,6 @@ class ScoreAnswer(Reply):
     legend: dict[str, Any]
     probabilities: dict[str, float]
     mass: float
-    type: str = "score"
 
 
 class SystemOneUsage(Reply):
@@ -169,7 +167,7 @@ class SystemOneReply(Reply):
     usage: SystemOneUsage
 
 
-@router.post("/v1/systemone")
+@router.post("/v1/systemone", responses=returns(SystemOneReply))
 async def create_systemone(body: SystemOneBody, request: HTTPRequest) -> Response:
     """Answer named questions about a state."""
     service = service_of(request)

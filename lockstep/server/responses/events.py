@@ -123,6 +123,24 @@ class FunctionCallArgumentsDone(_OfItem, frozen=True, tag="response.function_cal
     arguments: str
 
 
+AnyEvent = (
+    Created
+    | InProgress
+    | Completed
+    | Incomplete
+    | Failed
+    | OutputItemAdded
+    | OutputItemDone
+    | ContentPartAdded
+    | ContentPartDone
+    | OutputTextDelta
+    | OutputTextDone
+    | ReasoningTextDelta
+    | ReasoningTextDone
+    | FunctionCallArgumentsDelta
+    | FunctionCallArgumentsDone
+)
+
 _encode = msgspec.json.Encoder().encode
 
 

@@ -14,10 +14,11 @@ from lockstep.config import ServerConfig
 from lockstep.server import calls, replies
 from lockstep.server.errors import NotFound
 from lockstep.server.generation import service_of
+from lockstep.server.openapi import returns
 from lockstep.server.responses.bodies import ResponseBody
 from lockstep.server.responses.call import Call, count
-from lockstep.server.responses.events import Event, frame
-from lockstep.server.responses.objects import Deleted, InputTokens, ItemList
+from lockstep.server.responses.events import AnyEvent, Event, frame
+from lockstep.server.responses.objects import Deleted, InputTokens, ItemList, Response
 from lockstep.server.responses.store import Limits, ResponseStore
 from lockstep.server.sse import FrameStream, until_disconnect
 from lockstep.types import RequestError
@@ -38,7 +39,7 @@ def make_store(config: ServerConfig) -> ResponseStore:
     )
 
 
-@router.post("")
+@router.post("", responses=returns(Response, event=AnyEvent))
 async def create_response(body: ResponseBody, request: HTTPRequest) -> HTTPResponse:
     """The model's next items in a conversation."""
     submitting = Call.submit(service_of(request), _store(request), _owner(), body)
@@ -52,14 +53,14 @@ async def create_response(body: ResponseBody, request: HTTPRequest) -> HTTPRespo
     return _json(replies.encode(response))
 
 
-@router.post("/input_tokens")
+@router.post("/input_tokens", responses=returns(InputTokens))
 async def count_input_tokens(body: ResponseBody, request: HTTPRequest) -> HTTPResponse:
     """How many tokens the model would read; nothing is computed."""
     tokens = await count(service_of(request), _store(request), _owner(), body)
     return _json(replies.encode(InputTokens(input_tokens=tokens)))
 
 
-@router.get("/{response_id}")
+@router.get("/{response_id}", responses=returns(Response))
 async def get_response(
     response_id: str, request: HTTPRequest, stream: bool = False
 ) -> HTTPResponse:
@@ -77,7 +78,7 @@ async def get_response(
     return _json(reply)
 
 
-@router.delete("/{response_id}")
+@router.delete("/{response_id}", responses=returns(Deleted))
 async def delete_response(response_id: str, request: HTTPRequest) -> HTTPResponse:
     """Forget a stored response. What was built on it keeps the conversation."""
     if not _store(request).delete(_owner(), response_id):
@@ -97,7 +98,7 @@ async def cancel_response(response_id: str, request: HTTPRequest) -> HTTPRespons
     )
 
 
-@router.get("/{response_id}/input_items")
+@router.get("/{response_id}/input_items", responses=returns(ItemList))
 async def list_input_items(
     response_id: str,
     request: HTTPRequest,
