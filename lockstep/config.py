@@ -85,7 +85,8 @@ class CacheConfig:
     """The page pool and the prefix tree.
 
     Attributes:
-        page_tokens: tokens a page; divides the attention block (`kernels.tree.BLOCK`).
+        page_tokens: tokens a page; divides the attention block (`kernels.tree.BLOCK`), or on
+            CUDA is a multiple of it.
             0 takes the device's default: 16 on a CPU, 64 on CUDA.
         memory_bytes: bytes of the pool; 0 means sized by the runner from free memory.
         prefix_caching: keep finished sequences' pages for reuse.
@@ -174,6 +175,9 @@ class ServerConfig:
         served_name: the model name that clients use; "" means the name it was loaded by.
         keep_alive_seconds: idle connections are closed after it; longer than a reverse
             proxy's own, so that it never sends into a connection that is being closed.
+            A request's head has as long, however slowly it comes in.
+        stall_seconds: a client is cut off that sends nothing of the rest of its request for
+            so long, or takes nothing of its answer.
         tool_parser: the format of the model's function calls, one of `TOOL_PARSERS`.
         reasoning_parser: the markers around its reasoning, one of `REASONING_PARSERS`.
         max_body_bytes: larger request bodies get 413.
@@ -212,6 +216,7 @@ class ServerConfig:
     port: int = 8000
     served_name: str = ""
     keep_alive_seconds: int = 75
+    stall_seconds: int = 60
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     max_body_bytes: int = 4 * 1024 * 1024
@@ -261,6 +266,7 @@ class ServerConfig:
             "tokens_per_minute",
             "max_concurrent",
             "drain_seconds",
+            "stall_seconds",
         ):
             _at_least(name, getattr(self, name), 0)
         for name, known in (

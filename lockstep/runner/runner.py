@@ -534,7 +534,7 @@ def load_runner(
             progress,
             max_context=scheduler.max_context,
         )
-    _check_page(cache.page_tokens, model.groups, backend.kind)
+    check_page(cache.page_tokens, model.groups, backend.kind)
     runner = Runner(
         model,
         backend,
@@ -550,11 +550,13 @@ def load_runner(
     return runner
 
 
-def _check_page(page_tokens: int, groups: Sequence[LayerGroup], kind: str) -> None:
-    """Pages must divide the attention blocks, which have absolute positions."""
+def check_page(page_tokens: int, groups: Sequence[LayerGroup], kind: str) -> None:
+    """Pages and attention blocks, which have absolute positions, must fit into each other."""
     for group in groups:
         block = tree.BLOCK[kind].get(group.head_dim, page_tokens)
-        if block % page_tokens:
+        whole = kind == "cuda" and page_tokens % block == 0  # blocks in a page
+        if block % page_tokens and not whole:
             raise ConfigError(
                 f"page_tokens ({page_tokens}) must divide the attention block of {block} tokens"
+                + (" or be a multiple of it" if kind == "cuda" else "")
             )

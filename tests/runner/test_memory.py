@@ -9,12 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.config import ConfigError
+from lockstep.config import CacheConfig, ConfigError
+from lockstep.kernels import tree
 from lockstep.kernels.cpu import make_backend
 from lockstep.model import load_model
 from lockstep.runner.memory import page_elements, plan_pool
 from lockstep.runner.plan import PageCopy, Plan
-from lockstep.runner.runner import Runner
+from lockstep.runner.runner import Runner, check_page
 from lockstep.types import LayerGroup
 from tests.model.tiny import build_oracle, probe_of, save
 
@@ -101,3 +102,14 @@ def test_info_says_what_was_built_and_the_fingerprint_what_moves_bits(tmp_path: 
     again = Runner(load_model(checkpoint, backend, torch.float32), backend, memory_bytes=10**6)
     assert again.info().fingerprint == single.fingerprint
     assert probe_of(checkpoint, torch.bfloat16).runner.info().fingerprint != single.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_default_page_fits_every_head_size(kind: str) -> None:
+    page_tokens = CacheConfig().resolved(kind).page_tokens
+    for size in tree.BLOCK[kind]:
+        check_page(page_tokens, [LayerGroup("g", "full", (0,), 1, size)], kind)
+    wide = [LayerGroup("g", "full", (0,), 1, 256)]
+    for kind_, bad in (("cpu", 64), ("cpu", 24), ("cuda", 48)):
+        with pytest.raises(ConfigError, match=f"page_tokens .{bad}"):
+            check_page(bad, wide, kind_)
