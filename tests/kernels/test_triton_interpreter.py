@@ -152,7 +152,7 @@ def test_segments_split_or_in_sequence(ops: Backend, window: int | None) -> None
     group = Sequences(
         ops, (1030,), dtype=torch.float32, window=window, q_heads=2, kv_heads=2, head_dim=16
     )
-    group.whole(0)
+    group.pool.copy_(randn(group.pool.numel(), seed=4))
     batch = group.batch([(0, 1029, 1030)])
     at = torch.tensor([1029], dtype=torch.int32)
     q = ops.write_kv(group.inputs[0][1029:], at, group.rope, group.kv, batch, 2)
