@@ -19,7 +19,12 @@ from lockstep.decisions import (
 )
 from lockstep.decisions import Score as ScoreQuestion
 from lockstep.embeddings import PoolingKind, Vector, embed_requests, embedding
-from lockstep.engine.client import EngineClient, EngineUnavailable, ProgressCallback
+from lockstep.engine.client import (
+    HANG_SECONDS,
+    EngineClient,
+    EngineUnavailable,
+    ProgressCallback,
+)
 from lockstep.engine.mailbox import OutputQueue
 from lockstep.outputs import (
     CHAT_DEFAULTS,
@@ -163,6 +168,8 @@ class AsyncLLM:
 
     Args:
         model, settings: as `LLM`.
+        hang_seconds: an engine process that says nothing for so long is killed and started
+            again; longer than any step; 0 waits for ever.
 
     Attributes:
         doorkeeper: asked about every request, if there is one.
@@ -170,8 +177,15 @@ class AsyncLLM:
 
     doorkeeper: Doorkeeper | None = None
 
-    def __init__(self, model: str = "smollm2", **settings: Unpack[EngineSettings]) -> None:
-        self._client = EngineClient(engine_config(model, **settings))
+    def __init__(
+        self,
+        model: str = "smollm2",
+        *,
+        hang_seconds: float = HANG_SECONDS,
+        **settings: Unpack[EngineSettings],
+    ) -> None:
+        config = engine_config(model, **settings)
+        self._client = EngineClient(config, hang_seconds=hang_seconds)
         self._tokenizer: Tokenizer | None = None
 
     @classmethod

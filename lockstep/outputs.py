@@ -380,11 +380,12 @@ class Answer:
         self.pooled: tuple[bytes, ...] = ()
         self.failure = ""
         self._choices = [_ChoiceState(tokenizer, request, shown) for _ in range(request.sampling.n)]
+        self._unfinished = request.sampling.n
 
     @property
     def done(self) -> bool:
         """Whether every choice has finished."""
-        return all(choice.finish is not None for choice in self._choices)
+        return not self._unfinished
 
     def push(self, output: SequenceOutput) -> Delta | None:
         """Take one engine output.
@@ -407,6 +408,7 @@ class Answer:
         choice.token_ids.extend(tokens)
         choice.logprobs.extend(logprobs)
         choice.finish = finish
+        self._unfinished -= finish is not None
         choice.stop_reason = text.stopped
         if output.choice == 0:  # the others read what this one computed
             self.cached_tokens = output.cached_tokens

@@ -77,4 +77,4 @@ class StopMatcher:
 
     def held(self) -> int:
         """How many of the last characters may still become a stop string."""
-        return max((stop.matched for stop in self._stops), default=0)
+        return max(stop.matched for stop in self._stops) if self._stops else 0

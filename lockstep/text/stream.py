@@ -99,11 +99,12 @@ class TextStream:
                 sent.append(self._release(len(self._held)))
                 self._closed = True
         text = "".join(sent)
-        end = start + len(text)
-        limit = end if self._closed else end + len(self._held)
+        if self._closed:  # what lay behind the end is gone
+            end = start + len(text)
+            offsets = [min(offset, end) for offset in offsets]
         return TextDelta(
             text=text,
-            token_offsets=tuple(min(offset, limit) for offset in offsets),
+            token_offsets=tuple(offsets),
             stopped=self.stopped,
             tokens=len(offsets),
         )

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from lockstep.async_llm import AnswerStream
-from lockstep.engine.client import EngineClient, OutputQueue
+from lockstep.engine.client import EngineClient
+from lockstep.engine.mailbox import OutputQueue
 from lockstep.outputs import Answer, Delta
 from lockstep.server.answers import (
     CallArguments,
