@@ -75,6 +75,14 @@ def serve(
     keep_alive_seconds: Annotated[
         int, typer.Option(help="Idle connections are closed after it.", rich_help_panel=_LISTEN)
     ] = 75,
+    stall_seconds: Annotated[
+        int,
+        typer.Option(
+            help="A client that stops in the middle of a request, or takes nothing of its "
+            "answer, is cut off after it; 0 is never.",
+            rich_help_panel=_LISTEN,
+        ),
+    ] = 60,
     drain_seconds: Annotated[
         int,
         typer.Option(
@@ -239,6 +247,15 @@ def serve(
             rich_help_panel="Engine",
         ),
     ] = False,
+    hang_seconds: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="An engine that says nothing for so long is killed and started again; longer "
+            "than any step; 0 is never.",
+            rich_help_panel="Engine",
+        ),
+    ] = 600,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     backend: options.BackendName = "auto",
@@ -274,6 +291,7 @@ def serve(
         port=port,
         served_name=served_name,
         keep_alive_seconds=keep_alive_seconds,
+        stall_seconds=stall_seconds,
         max_body_bytes=max_body_mb * 1024 * 1024,
         max_prompt_tokens=max_prompt_tokens,
         max_output_tokens=max_output_tokens,
@@ -306,7 +324,8 @@ def serve(
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
     )
-    if asyncio.run(_serve(AsyncLLM(model, **settings), server)):
+    llm = AsyncLLM(model, hang_seconds=hang_seconds, **settings)
+    if asyncio.run(_serve(llm, server)):
         raise typer.Exit(FORCED)
 
 
@@ -321,8 +340,10 @@ async def _serve(llm: AsyncLLM, config: ServerConfig) -> bool:
 
     from lockstep import logs
     from lockstep.progress import progress_bar, wanted
+    from lockstep.server.connections import raise_file_limit
     from lockstep.server.serve import base_url, listen, make_server
 
+    raise_file_limit()
     notes = Console(stderr=True, highlight=False)
     logs.configure(config.log_format)
     server = make_server(llm, config)

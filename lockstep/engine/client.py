@@ -41,6 +41,7 @@ log = logging.getLogger("lockstep.engine")
 DEFAULT_FACTORY = "lockstep.engine.loop:Engine.from_config"
 MAX_BACKOFF_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
+HANG_SECONDS = 600.0  # of a large model, a step on a few cores takes minutes
 LISTEN_SECONDS = 1.0  # between looks at the watchdog
 START_SECONDS = 600.0  # for one stage of a start, such as reading the weights from a network
 
@@ -99,7 +100,7 @@ class EngineClient:
         config: EngineConfig,
         *,
         factory: str = DEFAULT_FACTORY,
-        hang_seconds: float = 600.0,
+        hang_seconds: float = HANG_SECONDS,
         heartbeat_seconds: float = 1.0,
     ) -> None:
         self.config = config

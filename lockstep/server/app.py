@@ -87,7 +87,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
 
     @app.exception_handler(ClientGone)
     async def on_client_gone(request: object, error: Exception) -> Response:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+        # For the log alone; with a type, so that nobody gives it another shape.
+        return Response(status_code=CLIENT_CLOSED_REQUEST, media_type="application/json")
 
     # The last one added is the outermost.
     uploads = {"/v1/files": config.max_file_bytes + FORM_BYTES}

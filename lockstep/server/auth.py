@@ -141,7 +141,7 @@ def read_keys(path: Path) -> list[Key]:
     """
     try:
         tables = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"the keys file {path} cannot be read: {error}") from None
     if set(tables) - {"key"} or not isinstance(tables.get("key", []), list):
         raise ConfigError(f"the keys file {path} holds other things than [[key]] tables")
@@ -151,7 +151,9 @@ def read_keys(path: Path) -> list[Key]:
     ]
 
 
-def _key(table: Mapping[str, Any], where: str) -> Key:
+def _key(table: object, where: str) -> Key:
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where} is no [[key]] table")
     unknown = set(table) - {"name", "sha256", "admin", *_LIMITS}
     if unknown:
         raise ConfigError(f"{where}: unknown entries {', '.join(sorted(unknown))}")

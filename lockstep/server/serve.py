@@ -7,6 +7,9 @@ import logging
 import signal
 import socket
 import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
@@ -14,12 +17,14 @@ import uvicorn
 from lockstep.async_llm import AsyncLLM
 from lockstep.config import ConfigError, ServerConfig
 from lockstep.server.app import create_app
+from lockstep.server.connections import Connection, Watchman
 from lockstep.server.operations import Operations
 
 log = logging.getLogger("lockstep.server")
 
 GRACE_SECONDS = 5  # for last bytes, after the answers have ended
-BACKLOG = 2048
+BACKLOG = 2048  # connections that the system keeps for us
+ACCEPTS = 16  # of them are taken in at once, so that `Connection` counts before the next come
 
 
 def listen(config: ServerConfig) -> socket.socket:
@@ -40,7 +45,7 @@ def base_url(listener: socket.socket, config: ServerConfig | None = None) -> str
 
 
 class Server(uvicorn.Server):
-    """Drains on the first SIGINT or SIGTERM, and exits at once on the second.
+    """Drains on the first SIGINT, SIGTERM or SIGHUP, and exits at once on the second.
 
     Draining: new requests get 503, running answers have `drain_seconds`; what then still
     runs ends with an error, and the server stops.
@@ -55,12 +60,38 @@ class Server(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Until a signal or `should_exit`."""
         self._loop = asyncio.get_running_loop()
+        config = self._operations.config
+        watchman = Watchman(
+            self.server_state.connections, config.keep_alive_seconds, config.stall_seconds
+        )
+        watching = asyncio.create_task(watchman.watch())
         try:
-            await super().serve(sockets)
+            with self._hangup_means_stop():
+                await super().serve(sockets)
         finally:
+            watching.cancel()
             if self._draining is not None:
                 self._draining.cancel()
             self._operations.close()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, which takes as many connections at once as it lets queue."""
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(BACKLOG)
+
+    @contextmanager
+    def _hangup_means_stop(self) -> Iterator[None]:
+        """A terminal that closes asks to stop, as SIGTERM does; not so under nohup."""
+        by_default = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+        if not by_default or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signal.signal(signal.SIGHUP, self.handle_exit)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by uvicorn for every signal that means stop."""
@@ -100,6 +131,9 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> Server:
         access_log=False,  # see frontdoor.py
         server_header=False,
         lifespan="on",
+        http=Connection,
+        backlog=ACCEPTS,
+        ws="none",  # there is no WebSocket here, and nothing else would ask one for a key
         timeout_keep_alive=config.keep_alive_seconds,
         timeout_graceful_shutdown=GRACE_SECONDS,
         proxy_headers=bool(config.trusted_proxies),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -68,6 +69,10 @@ def make_engine(config: EngineConfig, progress: Callable[[str, float], None]) ->
     if "refuses" in name:
         raise ModelError(f"{name}: tensor model.norm.weight is missing")
     if "raises" in name:
+        raise RuntimeError("no such device")
+    if "sleeps" in name:
+        time.sleep(20)
+    if "fragile" in name and Path(tempfile.gettempdir(), "broken").exists():
         raise RuntimeError("no such device")
     if "dies" in name:
         time.sleep(0.3)  # what was sent before a death is only read if it got away
