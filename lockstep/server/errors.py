@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -189,7 +189,7 @@ def _is_foreign(start: Message) -> bool:
 def _in_shape(start: Message, told: bytes) -> Response:
     """What goes out in place of an error that a library has written."""
     status, headers = start["status"], Headers(raw=start["headers"])
-    text = told.decode(errors="replace") or HTTPStatus(status).phrase
+    text = told.decode(errors="replace") or http.client.responses.get(status, "no more is known")
     code = {400: "invalid_request"}.get(status) or _CODES.get(status, "http_error")
     kept = {name: headers[name] for name in ("content-range", "allow") if name in headers}
     return _json(*_reply(status, text, code=code, headers=kept))

@@ -53,9 +53,8 @@ def test_the_document_is_one_and_names_every_route(
     target: Target, document: dict[str, Any]
 ) -> None:
     schemathesis.openapi.from_dict(document).validate()
-    described = {
-        (path, method) for path, methods in document["paths"].items() for method in methods
-    }
+    paths = document["paths"]
+    described = {(path, method) for path, methods in paths.items() for method in methods}
     for route in target.app.routes:
         if isinstance(route, APIRoute) and route.path.startswith(("/v1", "/admin", "/token")):
             path = route.path.replace(":path", "")
