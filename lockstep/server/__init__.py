@@ -8,7 +8,8 @@ Where things go:
 - `completions.py`, `chat.py`, `models.py`: one file a family of routes.
 - `sse.py`: event streams, merging, and what happens when the client goes away.
 - `errors.py`: every error in OpenAI's shape.
-- `serve.py`: listen until told to stop, then drain.
+- `openapi.py`: what `/openapi.json` says of replies; every route names its own.
+- `serve.py`: listen until told to stop, then drain; `connections.py`: silent clients.
 
 What operators need, in the order in which a request meets it:
 - `frontdoor.py`: every HTTP request begins and ends here; `calls.py`: its account.
