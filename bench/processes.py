@@ -171,23 +171,25 @@ class ServerCPU:
     engine: float
 
 
-class ServedModel:
-    """`lockstep serve MODEL` on a free port, ready when the constructor returns.
+class Served:
+    """A server of ours on a free port, ready when the constructor returns.
 
     Use as a context manager.
+
+    Args:
+        arguments: of Python, with "{port}" where the port belongs.
+        log: file for all that it says.
 
     Raises:
         RuntimeError: it ended before it was ready; carries the end of its log.
     """
 
-    def __init__(self, model: str, log: Path) -> None:
+    def __init__(self, arguments: Sequence[str], log: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self._log = log.open("w")
-        command = [sys.executable, "-m", "lockstep", "serve", model, "--port", str(port)]
-        # Connections that are idle on purpose stay.
-        command += ["--keep-alive-seconds", "3600"]
+        command = [sys.executable, *(each.format(port=port) for each in arguments)]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         while not self._ready():
             if self._process.poll() is not None:
@@ -209,7 +211,7 @@ class ServedModel:
             engine=sum(map(_ticks, below)) / _TICKS,
         )
 
-    def __enter__(self) -> ServedModel:
+    def __enter__(self) -> Served:
         return self
 
     def __exit__(self, *exc: object) -> None:

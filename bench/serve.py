@@ -1,12 +1,13 @@
 """The server under load: delays at several rates, what it costs beside the engine, idle crowds.
 
-    python -m bench.serve [--jobs rates,overhead,idle] [--guidellm VENV] [--quick]
+    python -m bench.serve [--jobs rates,overhead,idle,scripted] [--guidellm VENV] [--quick]
     python -m bench.serve --url http://127.0.0.1:9000 --model NAME   # any server, rates only
 
 rates: requests arrive by a Poisson process, whatever became of those before them; delays
 count from the planned arrival. overhead: CPU seconds of the server's process (HTTP, text,
 JSON) beside the engine's, with many streams at once. idle: the same with and without a
-thousand silent connections, in turn.
+thousand silent connections, in turn. scripted: the same around an engine that computes
+nothing but is as quick as a large GPU's: how many tokens a second one server can pass on.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 from bench.limits import Limits, measure
 from bench.load import Answer, IdleConnections, Target, arrivals, open_loop, prompts, together
-from bench.processes import ServedModel
+from bench.processes import Served
 from bench.throughput import HEAD_WEIGHTS, LAYER_WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -166,9 +167,14 @@ def rates(target: Target, options: argparse.Namespace, goal: Objective) -> list[
 
 @dataclass(frozen=True)
 class Cost:
-    """One round of many streams: CPU seconds of both processes, and the rate."""
+    """One round of many streams: CPU seconds of both processes, and the rate.
+
+    Attributes:
+        events: with text, that carried the tokens; fewer where the server fell behind.
+    """
 
     tokens: int
+    events: int
     wall: float
     server: float
     engine: float
@@ -179,7 +185,7 @@ class Cost:
         return self.server / self.engine
 
 
-def crowd(served: ServedModel, target: Target, seed: int, options: argparse.Namespace) -> Cost:
+def crowd(served: Served, target: Target, seed: int, options: argparse.Namespace) -> Cost:
     """All streams at once, from the first request to the last token.
 
     Raises:
@@ -194,20 +200,21 @@ def crowd(served: ServedModel, target: Target, seed: int, options: argparse.Name
         raise RuntimeError(f"{len(problems)} answers failed, the first: {problems[0]}")
     return Cost(
         tokens=sum(answer.tokens for answer in answers),
+        events=sum(len(answer.times) for answer in answers),
         wall=max(answer.times[-1] for answer in answers) - answers[0].due,
         server=after.server - before.server,
         engine=after.engine - before.engine,
     )
 
 
-def overhead(served: ServedModel, target: Target, options: argparse.Namespace) -> list[Cost]:
+def overhead(served: Served, target: Target, options: argparse.Namespace) -> list[Cost]:
     """Rounds of many streams."""
     costs = [crowd(served, target, 100 + turn, options) for turn in range(options.rounds)]
     print(f"  server over engine: {statistics.median(c.share for c in costs):.1%}", flush=True)
     return costs
 
 
-def idle(served: ServedModel, target: Target, options: argparse.Namespace) -> dict[int, list[Cost]]:
+def idle(served: Served, target: Target, options: argparse.Namespace) -> dict[int, list[Cost]]:
     """Rounds without and with silent connections, in turn."""
     costs: dict[int, list[Cost]] = {0: [], options.idle: []}
     for turn in range(options.rounds):
@@ -218,6 +225,20 @@ def idle(served: ServedModel, target: Target, options: argparse.Namespace) -> di
                 if connections.alive() != count:
                     raise RuntimeError("the server closed connections in between")
     print("  idle connections done", flush=True)
+    return costs
+
+
+def scripted(options: argparse.Namespace) -> dict[str, list[Cost]]:
+    """Rounds against engines that compute nothing, by the time that a step takes them."""
+    costs: dict[str, list[Cost]] = {}
+    for step in options.steps:
+        arguments = ["-m", "bench.scripted", "{port}", f"{step:g}"]
+        with Served(arguments, OUT / "scripted.log") as served:
+            target = Target(served.url, "smollm2", options.route)
+            asyncio.run(together(target, prompts(0, 4, options.words), 8))
+            costs[f"a step of {step:g} ms or more"] = [
+                crowd(served, target, 300 + turn, options) for turn in range(options.rounds)
+            ]
     return costs
 
 
@@ -262,35 +283,40 @@ def costs_table(title: str, costs: dict[str, list[Cost]]) -> list[str]:
     lines = [
         title,
         "",
-        "| | tokens/s | server, CPU µs a token | engine, CPU µs a token | server / engine |",
-        "|---|---|---|---|---|",
+        "| | tokens/s | tokens an event | server, CPU µs a token | engine, CPU µs a token "
+        "| server / engine |",
+        "|---|---|---|---|---|---|",
     ]
     for name, own in costs.items():
         speed = statistics.median(cost.tokens / cost.wall for cost in own)
+        joined = statistics.median(cost.tokens / cost.events for cost in own)
         server = statistics.median(cost.server / cost.tokens for cost in own)
         engine = statistics.median(cost.engine / cost.tokens for cost in own)
         share = statistics.median(cost.share for cost in own)
         lines.append(
-            f"| {name} | {speed:.0f} | {1e6 * server:.0f} | {1e6 * engine:.0f} | {share:.1%} |"
+            f"| {name} | {speed:.0f} | {joined:.2f} | {1e6 * server:.0f} | {1e6 * engine:.0f} "
+            f"| {share:.1%} |"
         )
     return lines
 
 
 @contextlib.contextmanager
-def target_of(options: argparse.Namespace) -> Iterator[tuple[Target, ServedModel | None]]:
+def target_of(options: argparse.Namespace) -> Iterator[tuple[Target, Served | None]]:
     """The server at `--url`, or one of our own for as long as the context lasts."""
     if options.url:
         yield Target(options.url, options.model, options.route), None
         return
     OUT.mkdir(parents=True, exist_ok=True)
-    with ServedModel(options.model, OUT / "serve.log") as served:
+    arguments = ["-m", "lockstep", "serve", options.model, "--port", "{port}"]
+    arguments += ["--keep-alive-seconds", "3600"]  # connections that are idle on purpose stay
+    with Served(arguments, OUT / "serve.log") as served:
         yield Target(served.url, options.model, options.route), served
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", default="rates,overhead,idle")
+    parser.add_argument("--jobs", default="rates,overhead,idle,scripted")
     parser.add_argument("--rates", type=lambda text: [float(r) for r in text.split(",")])
     parser.add_argument("--seconds", type=float, help="of arrivals at each rate")
     parser.add_argument("--words", type=int, default=100, help="of a prompt")
@@ -298,6 +324,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--idle", type=int, default=1000, help="silent connections")
     parser.add_argument("--rounds", type=int, help="of overhead and idle")
+    parser.add_argument(
+        "--steps", type=lambda text: [float(s) for s in text.split(",")], default=[20.0, 5.0, 0.0]
+    )
     parser.add_argument("--ttft", type=float, default=1000, help="objective, ms to the first text")
     parser.add_argument("--tpot", type=float, default=100, help="objective, ms a token after it")
     parser.add_argument("--route", choices=["chat", "completions"], default="chat")
@@ -307,13 +336,35 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small work, to try the script itself")
     options = parser.parse_args()
     quick = options.quick
+    options.jobs = ["rates"] if options.url else options.jobs.split(",")
     options.rates = options.rates or ([1.0] if quick else [1.0, 2.0, 4.0])
     options.seconds = options.seconds or (5 if quick else 30)
     options.new = options.new or (16 if quick else 64)
     options.rounds = options.rounds or (1 if quick else 3)
-    if options.url:
-        options.jobs = "rates"
     return options
+
+
+def run(options: argparse.Namespace, limits: Limits, goal: Objective) -> list[str]:
+    """The jobs that need the model, and their tables."""
+    lines: list[str] = []
+    with target_of(options) as (target, served):
+        warm = asyncio.run(together(target, prompts(0, 4, options.words), 8))
+        if warm[0].problem:
+            raise RuntimeError(f"{target.url} does not answer: {warm[0].problem}")
+        tokens = statistics.mean(answer.prompt_tokens for answer in warm)
+        if "rates" in options.jobs:
+            rows = rates(target, options, goal)
+            lines += [*rates_table(rows, options, goal), ""]
+            lines += [limits_line(limits, options, tokens), ""]
+        if "overhead" in options.jobs and served is not None:
+            costs = overhead(served, target, options)
+            title = f"{options.streams} streams of {options.new} tokens, from first to last"
+            lines += [*costs_table(title, {target.route: costs}), ""]
+        if "idle" in options.jobs and served is not None:
+            pairs = idle(served, target, options)
+            named = {f"{count} idle connections": own for count, own in pairs.items()}
+            lines += [*costs_table("Silent connections beside them, rounds in turn", named), ""]
+    return lines
 
 
 def main() -> int:
@@ -322,31 +373,16 @@ def main() -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the server inherits it
     threads = len(os.sched_getaffinity(0))
-    goal = Objective(options.ttft / 1000, options.tpot / 1000)
     print(f"load before: {os.getloadavg()[0]:.2f} (quiet is below 0.3)", flush=True)
-    limits = measure(threads, "bfloat16")
     lines: list[str] = []
-    with target_of(options) as (target, served):
-        warm = asyncio.run(together(target, prompts(0, 4, options.words), 8))
-        if warm[0].problem:
-            raise RuntimeError(f"{target.url} does not answer: {warm[0].problem}")
-        tokens = statistics.mean(answer.prompt_tokens for answer in warm)
-        for job in options.jobs.split(","):
-            print(f"{job} ...", flush=True)
-            if job == "rates":
-                rows = rates(target, options, goal)
-                lines += [*rates_table(rows, options, goal), "", ""]
-                lines[-1:] = [limits_line(limits, options, tokens), ""]
-            elif job == "overhead" and served is not None:
-                costs = overhead(served, target, options)
-                title = f"{options.streams} streams of {options.new} tokens, whole run"
-                lines += [*costs_table(title, {target.route: costs}), ""]
-            elif job == "idle" and served is not None:
-                pairs = idle(served, target, options)
-                named = {f"{count} idle connections": own for count, own in pairs.items()}
-                lines += [*costs_table("Silent connections, rounds in turn", named), ""]
+    if set(options.jobs) - {"scripted"}:
+        limits = measure(threads, "bfloat16")
+        lines += run(options, limits, Objective(options.ttft / 1000, options.tpot / 1000))
+    if "scripted" in options.jobs:
+        title = f"An engine that computes nothing, {options.streams} streams"
+        lines += [*costs_table(title, scripted(options)), ""]
     head = (
-        f"{options.model} at {options.url or 'lockstep serve'}, route {target.route}, {threads} "
+        f"{options.model} at {options.url or 'lockstep serve'}, route {options.route}, {threads} "
         f"cores shared with the load generator, load {os.getloadavg()[0]:.1f} at the end."
     )
     text = "\n".join([head, "", *lines])
