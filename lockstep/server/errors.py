@@ -102,6 +102,10 @@ class TooLarge(RequestError):
     """More bytes than a limit allows."""
 
 
+class UnsupportedEncoding(RequestError):
+    """The body is compressed."""
+
+
 class StorageUnavailable(LockstepError):
     """The data directory takes no more: the disk is full or fails."""
 
@@ -113,6 +117,8 @@ def describe(error: Exception) -> tuple[int, ErrorReply, dict[str, str]]:
             return _reply(404, str(error), param=error.field or None, code=error.code)
         case TooLarge():
             return _reply(413, str(error), param=error.field or None, code=error.code)
+        case UnsupportedEncoding():
+            return _reply(415, str(error), code=error.code)
         case NotAllowed():
             headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
             return _reply(error.status, str(error), code=error.code, headers=headers)

@@ -96,6 +96,7 @@ class FrontDoor:
             if _asks_for_work(scope):
                 if self._operations.draining:
                     raise self._operations.refusal()
+                _check_encoding(headers)
                 allowance = self._enter(call, extra)
         except LockstepError as error:
             await errors.response(error)(scope, receive, noting)
@@ -193,6 +194,16 @@ def _asks_for_work(scope: Scope) -> bool:
     """Whether limits and draining apply: to what is sent to be worked on, not to its end."""
     path: str = scope["path"]
     return scope["method"] == "POST" and not path.startswith("/admin/") and not _ENDS(path)
+
+
+def _check_encoding(headers: Mapping[bytes, bytes]) -> None:
+    """Refuse a compressed body: a small one could hold more than memory does."""
+    coding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+    if coding.strip().lower() not in ("", "identity"):
+        raise errors.UnsupportedEncoding(
+            f"the body has Content-Encoding {coding!r}; bodies are taken as they are",
+            code="unsupported_content_encoding",
+        )
 
 
 def _request_id(headers: Mapping[bytes, bytes]) -> str:

@@ -240,6 +240,12 @@ class Metrics:
         yield _gauge("batches_in_progress", "Files of requests at work.", self.batches(), model)
         ready = client.state is EngineState.READY
         yield _gauge("engine_up", "1 while the engine takes requests.", int(ready), model)
+        yield _gauge(
+            "engine_silent_seconds",
+            "For how long the engine has said nothing.",
+            client.silent,
+            model,
+        )
         yield _counter("engine_restarts", "Restarts of the engine process.", client.restarts, model)
         yield _counter("engine_steps", "Forward passes.", stats.steps, model)
         yield _counter(

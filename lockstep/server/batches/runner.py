@@ -11,13 +11,13 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from lockstep.config import ServerConfig
+from lockstep.config import ConfigError, ServerConfig
 from lockstep.engine.client import EngineState, EngineUnavailable
 from lockstep.server.batches.attempts import READY_POLL, Places, Sender
 from lockstep.server.batches.inprocess import InProcess
 from lockstep.server.batches.job import BatchRun
 from lockstep.server.batches.objects import BatchObject, Job
-from lockstep.server.batches.store import Store
+from lockstep.server.batches.store import Store, remove_abandoned
 from lockstep.server.batches.threads import to_the_end
 from lockstep.server.generation import Service
 
@@ -25,6 +25,7 @@ log = logging.getLogger("lockstep.server")
 
 SIDE_BY_SIDE = 4  # they share the places, so a short batch does not wait for a long one
 SWEEP_SECONDS = 60.0
+TEMPORARY = "lockstep-data-"
 
 
 class Batches:
@@ -60,15 +61,19 @@ class Batches:
         """Take the data directory; calling again does nothing.
 
         Raises:
-            ConfigError, OSError: as `Store`.
+            ConfigError: as `Store`; a directory that cannot be made or written.
         """
         if self._store is not None:
             return
         folder = self._config.data_dir
         if not folder:
-            self._temporary = tempfile.TemporaryDirectory(prefix="lockstep-data-")
+            remove_abandoned(Path(tempfile.gettempdir()), TEMPORARY)
+            self._temporary = tempfile.TemporaryDirectory(prefix=TEMPORARY)
             folder = self._temporary.name
-        self._store = Store(Path(folder).expanduser())
+        try:
+            self._store = Store(Path(folder).expanduser())
+        except OSError as error:
+            raise ConfigError(f"data_dir {folder!r} cannot be used: {error}") from error
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -71,7 +71,10 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for part in (folder, self._files, self._journals, self._tmp):
+        parts = (self._files, self._journals, self._tmp)
+        if not (folder / "index.sqlite3").exists():
+            _check_unused(parts)
+        for part in (folder, *parts):
             part.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock_file = _locked(folder / "lock")
         self._mutex = threading.Lock()
@@ -319,6 +322,25 @@ class Store:
                     path.unlink()
 
 
+def remove_abandoned(folder: Path, prefix: str) -> None:
+    """Remove the directories under `folder` that servers made for themselves and left by dying.
+
+    Their names begin with `prefix`. One that was made this moment has no lock yet, and stays.
+    """
+    for found in folder.glob(f"{prefix}*"):
+        try:
+            descriptor = os.open(found / "lock", os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:
+            continue  # somebody else's
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(found, ignore_errors=True)
+        except OSError:
+            pass  # its server lives
+        finally:
+            os.close(descriptor)
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -326,6 +348,16 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _check_unused(parts: Sequence[Path]) -> None:
+    """Refuse to begin where somebody keeps files: what no index knows would be removed."""
+    for part in parts:
+        if part.is_dir() and any(part.iterdir()):
+            raise ConfigError(
+                f"data_dir {str(part.parent)!r} holds a folder {part.name!r} that is not a "
+                "server's; give the server a directory of its own"
+            )
 
 
 def _locked(path: Path) -> int:
