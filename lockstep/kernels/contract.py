@@ -51,6 +51,11 @@ class RopeTable:
     cos: Tensor
     sin: Tensor
 
+    def __post_init__(self) -> None:
+        positions, half = self.cos.shape
+        _must_be(self.cos, (positions, half), torch.float32, "cos")
+        _must_be(self.sin, (positions, half), torch.float32, "sin")
+
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
@@ -113,6 +118,22 @@ class AttentionBatch:
     max_query: int
     max_context: int
     shared: SharedSegments | None = None
+
+    def __post_init__(self) -> None:
+        runs = self.context_len.shape[0]
+        _must_be(self.query_start, (runs + 1,), torch.int32, "query_start")
+        _must_be(self.context_len, (runs,), torch.int32, "context_len")
+        _must_be(self.page_table, (runs, self.page_table.shape[-1]), torch.int32, "page_table")
+        _must_be(self.slots, (self.slots.shape[0],), torch.int32, "slots")
+
+
+def _must_be(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+    """Refuse what a kernel would read out of bounds: checked once, not in every layer."""
+    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous {tuple(shape)} {dtype}, got {tuple(tensor.shape)} "
+            f"{tensor.dtype}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.kernels.contract import RopeTable
 from lockstep.model.base import DecoderModel, layer_groups
 from lockstep.model.config import layer_types
-from lockstep.model.layers import Attention, ForwardStep, GatedMLP, RMSNorm
+from lockstep.model.layers import Attention, ForwardStep, GatedMLP, Module, RMSNorm
 from lockstep.model.loading import WeightLoader
 from lockstep.model.rope import default_frequencies, read_rope, rope_table, scaled_frequencies
 
@@ -18,7 +18,7 @@ _GLOBAL_THETA = 1_000_000.0
 _LOCAL_THETA = 10_000.0
 
 
-class Gemma3DecoderLayer(nn.Module):
+class Gemma3DecoderLayer(Module):
     """Attention and gated MLP, each normed before and after, then added."""
 
     def __init__(

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.kernels.contract import RopeTable
 from lockstep.model.base import DecoderModel, layer_groups
-from lockstep.model.layers import Attention, ForwardStep, GatedMLP, RMSNorm
+from lockstep.model.layers import Attention, ForwardStep, GatedMLP, Module, RMSNorm
 from lockstep.model.loading import WeightLoader
 from lockstep.model.rope import read_rope, rope_table
 
 
-class LlamaDecoderLayer(nn.Module):
+class LlamaDecoderLayer(Module):
     """Pre-norm attention and gated MLP, each added to the residual stream."""
 
     def __init__(

@@ -2,8 +2,9 @@
 
 Where does my class go?
 - `native.py`: the C++ form's Python face; `build.py` compiles and caches the library.
-- `vec.h`: lanes and elementwise functions; `tiles.h`: register tiles; `threads.*`: the
-  pool; `gemm.cpp`, `attention.cpp`, `norm.*`, `sampling.cpp`: one room of operations each.
+- `packed.h`: arguments in one block; `vec.h`: lanes and elementwise functions; `tiles.h`:
+  register tiles; `threads.*`: the pool; `gemm.cpp`, `attention.cpp`, `norm.*`, `sampling.cpp`:
+  one room of operations each.
 - `torch_form.py`: the form for machines without a compiler.
 """
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "packed.h"
 #include "threads.h"
 #include "tiles.h"
 
@@ -496,5 +497,7 @@ void lk_attention(void* pool, int64_t dtype, const void* q, const void* k, const
                            page_tokens, head_dim, q_heads, kv_heads, pages, table_width,
                            query_start, context_len, page_table, runs, window, segment, scale});
 }
+
+LK_PACKED(lk_attention)
 }
 #pragma GCC visibility pop

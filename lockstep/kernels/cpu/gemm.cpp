@@ -5,6 +5,7 @@
 // pair alternates gate and up panels.
 #include <algorithm>
 
+#include "packed.h"
 #include "threads.h"
 #include "tiles.h"
 
@@ -321,5 +322,8 @@ void lk_gated(void* pool, int64_t dtype, const void* x, int64_t rows, const void
   else
     gated((Pool*)pool, (const bf16*)x, rows, (const bf16*)weight, f, k, activation, (bf16*)out);
 }
+
+LK_PACKED(lk_linear)
+LK_PACKED(lk_gated)
 }
 #pragma GCC visibility pop

@@ -8,6 +8,9 @@ instruction set only through bfloat16 products (`describe()["isa"]`). See
 from __future__ import annotations
 
 import ctypes
+import struct
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,10 +67,13 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "lk_sample": (None, [_P, _P, _I, _I, _P, _P, _P, _P, _P, _P, _P, _P]),
     "lk_philox": (None, [_P, _I, ctypes.c_uint32, ctypes.c_uint32, _P]),
 }
+# The operations of a layer, some 240 calls a step: their arguments travel in one block.
+_PACKED = ("lk_linear", "lk_gated", "lk_rms_norm", "lk_write_kv", "lk_attention")
+_WORDS = {_P: "q", _I: "q", _F: "d"}
 
 
-def load_library() -> tuple[ctypes.CDLL, Library]:
-    """The compiled library with its functions' signatures set."""
+def load_library() -> tuple[SimpleNamespace, Library]:
+    """The compiled library's functions by name."""
     built = build_library()
     try:
         library = ctypes.CDLL(str(built.path))
@@ -75,11 +81,25 @@ def load_library() -> tuple[ctypes.CDLL, Library]:
         raise ConfigError(
             f"cannot load {built.path}: {error}; delete it to have it built again"
         ) from error
+    functions = SimpleNamespace()
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype = result
         function.argtypes = arguments
-    return library, built
+        setattr(functions, name, _packed(library, name) if name in _PACKED else function)
+    return functions, built
+
+
+def _packed(library: ctypes.CDLL, name: str) -> Callable[..., None]:
+    """A function whose arguments are packed before they are passed, see packed.h."""
+    function = getattr(library, f"{name}_packed")
+    function.restype, function.argtypes = None, [ctypes.c_char_p]
+    pack = struct.Struct("".join(_WORDS[kind] for kind in _SIGNATURES[name][1])).pack
+
+    def call(*arguments: float) -> None:
+        function(pack(*arguments))
+
+    return call
 
 
 def _code(tensor: Tensor) -> int:
@@ -91,15 +111,14 @@ def _code(tensor: Tensor) -> int:
 
 def _rows(x: Tensor, width: int, what: str) -> int:
     """Rows of a contiguous [R, width] tensor; a mismatch would read out of bounds."""
-    if x.dim() != 2 or x.shape[1] != width or not x.is_contiguous():
-        raise ValueError(f"{what} must be contiguous [R, {width}], got {tuple(x.shape)}")
-    return x.shape[0]
+    shape = x.shape
+    if len(shape) != 2 or shape[1] != width or not x.is_contiguous():
+        raise ValueError(f"{what} must be contiguous [R, {width}], got {tuple(shape)}")
+    return shape[0]
 
 
-def _like(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> int:
-    """Address of an optional operand of that shape and dtype, 0 when it is None."""
-    if tensor is None:
-        return 0
+def _like(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> int:
+    """Address of an operand of that shape and dtype."""
     if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
         raise ValueError(
             f"{what} must be contiguous {shape} {dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
@@ -114,7 +133,7 @@ class HugePages:
     Small requests share chunks; a chunk lives as long as a tensor that lies in it.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: SimpleNamespace) -> None:
         self._lib = library
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._used = 0
@@ -242,7 +261,7 @@ class NativeBackend(Backend):
         out = torch.empty(rows, weight.n, dtype=x.dtype)
         self._lib.lk_linear(
             self._pool,
-            _code(x),
+            _DTYPES[x.dtype],
             x.data_ptr(),
             rows,
             weight.data.data_ptr(),
@@ -250,7 +269,7 @@ class NativeBackend(Backend):
             weight.k,
             0 if bias is None else _like(bias, (weight.n,), bias.dtype, "bias"),
             0 if bias is None else _code(bias),
-            _like(residual, (rows, weight.n), x.dtype, "residual"),
+            0 if residual is None else _like(residual, (rows, weight.n), x.dtype, "residual"),
             out.data_ptr(),
         )
         return out
@@ -275,7 +294,7 @@ class NativeBackend(Backend):
         out = torch.empty(rows, weight.n // 2, dtype=x.dtype)
         self._lib.lk_gated(
             self._pool,
-            _code(x),
+            _DTYPES[x.dtype],
             x.data_ptr(),
             rows,
             weight.data.data_ptr(),
@@ -313,19 +332,20 @@ class NativeBackend(Backend):
         unit_offset: bool = False,
         residual: Tensor | None = None,
     ) -> Tensor:
-        rows = _rows(x, x.shape[-1], "x")
+        width = weight.shape[0]
+        rows = _rows(x, width, "x")
         out = torch.empty_like(x)
         self._lib.lk_rms_norm(
             self._pool,
             _code(x),
             x.data_ptr(),
             rows,
-            x.shape[1],
-            _like(weight, (x.shape[1],), weight.dtype, "norm weight"),
+            width,
+            _like(weight, (width,), weight.dtype, "norm weight"),
             _code(weight),
             eps,
-            int(unit_offset),
-            _like(residual, tuple(x.shape), x.dtype, "residual"),
+            unit_offset,
+            0 if residual is None else _like(residual, (rows, width), x.dtype, "residual"),
             out.data_ptr(),
         )
         return out
@@ -340,19 +360,21 @@ class NativeBackend(Backend):
         q_heads: int,
         norm: QKNorm | None = None,
     ) -> Tensor:
-        kv_heads, head_dim = kv.v.shape[1], kv.v.shape[3]
+        _, kv_heads, _, head_dim = kv.v.shape
         rows = _rows(qkv, (q_heads + 2 * kv_heads) * head_dim, "qkv")
-        table = rope.cos.shape[0]
-        _like(rope.cos, (table, head_dim // 2), torch.float32, "rope.cos")
-        _like(rope.sin, (table, head_dim // 2), torch.float32, "rope.sin")
-        _like(kv.v[:0], (0, *kv.v.shape[1:]), qkv.dtype, "kv")
+        table, half = rope.cos.shape
+        if half != head_dim // 2 or kv.v.dtype != qkv.dtype:
+            raise ValueError(
+                f"qkv is {qkv.dtype} with heads of {head_dim}, the cache {kv.v.dtype} and the "
+                f"rotation's half {half}"
+            )
         out = torch.empty(rows, q_heads, head_dim, dtype=qkv.dtype)
         q_norm = k_norm = norm_dtype = unit_offset = 0
         eps = 0.0
         if norm is not None:
             q_norm = _like(norm.q, (head_dim,), norm.q.dtype, "query norm")
             k_norm = _like(norm.k, (head_dim,), norm.q.dtype, "key norm")
-            norm_dtype, eps, unit_offset = _code(norm.q), norm.eps, int(norm.unit_offset)
+            norm_dtype, eps, unit_offset = _code(norm.q), norm.eps, norm.unit_offset
         self._lib.lk_write_kv(
             self._pool,
             _code(qkv),
@@ -390,7 +412,7 @@ class NativeBackend(Backend):
         rows, q_heads, head_dim = q.shape
         pages, kv_heads, page_tokens, _ = kv.v.shape
         _like(q, (rows, q_heads, kv.v.shape[3]), kv.v.dtype, "q")
-        runs = batch.context_len.shape[0]
+        runs, columns = batch.page_table.shape
         out = torch.empty(rows, q_heads * head_dim, dtype=q.dtype)
         self._lib.lk_attention(
             self._pool,
@@ -405,10 +427,10 @@ class NativeBackend(Backend):
             q_heads,
             kv_heads,
             pages,
-            batch.page_table.shape[1],
-            _like(batch.query_start, (runs + 1,), torch.int32, "query_start"),
-            _like(batch.context_len, (runs,), torch.int32, "context_len"),
-            _like(batch.page_table, (runs, batch.page_table.shape[1]), torch.int32, "page_table"),
+            columns,
+            batch.query_start.data_ptr(),
+            batch.context_len.data_ptr(),
+            batch.page_table.data_ptr(),
             runs,
             window or 0,
             tree.SEGMENT,

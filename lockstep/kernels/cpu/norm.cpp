@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "packed.h"
 #include "threads.h"
 
 namespace lk {
@@ -146,5 +147,8 @@ void lk_copy_pages(void* pool_data, int64_t page_bytes, const int64_t* pairs, in
     std::memmove(data + pairs[2 * i + 1] * page_bytes, data + pairs[2 * i] * page_bytes,
                  size_t(page_bytes));
 }
+
+LK_PACKED(lk_rms_norm)
+LK_PACKED(lk_write_kv)
 }
 #pragma GCC visibility pop
