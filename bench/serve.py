@@ -103,7 +103,6 @@ def at_rate(target: Target, rate: float, options: argparse.Namespace, goal: Obje
 
 def guidellm(target: Target, rate: float, options: argparse.Namespace, goal: Objective) -> Row:
     """The same load from guidellm, which stops at the end of its time."""
-    OUT.mkdir(parents=True, exist_ok=True)
     data, out = OUT / "guidellm.jsonl", OUT / "guidellm.json"
     seed = round(1000 * rate) + 1
     texts = prompts(seed, max(8, round(4 * rate * options.seconds)), options.words)
@@ -306,7 +305,6 @@ def target_of(options: argparse.Namespace) -> Iterator[tuple[Target, Served | No
     if options.url:
         yield Target(options.url, options.model, options.route), None
         return
-    OUT.mkdir(parents=True, exist_ok=True)
     arguments = ["-m", "lockstep", "serve", options.model, "--port", "{port}"]
     arguments += ["--keep-alive-seconds", "3600"]  # connections that are idle on purpose stay
     with Served(arguments, OUT / "serve.log") as served:
@@ -370,6 +368,7 @@ def run(options: argparse.Namespace, limits: Limits, goal: Objective) -> list[st
 def main() -> int:
     """Run the jobs and print their tables."""
     options = parse()
+    OUT.mkdir(parents=True, exist_ok=True)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the server inherits it
     threads = len(os.sched_getaffinity(0))
@@ -387,7 +386,6 @@ def main() -> int:
     )
     text = "\n".join([head, "", *lines])
     print("\n" + text)
-    OUT.mkdir(parents=True, exist_ok=True)
     (OUT / "serve.md").write_text(text)
     return 0
 
