@@ -41,6 +41,20 @@ def test_chunks(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_last_rows_of_runs_attend_alone(
+    gpu: Backend, shape: tuple[int, int, int], window: int | None, dtype: torch.dtype
+) -> None:
+    """What the last layer does with rows that nobody reads; runs without rows among them."""
+    lengths = (37, 900, 1, 40, 700, 17)
+    group = group_of(gpu, lengths, shape, dtype=dtype, window=window)
+    for counts in ((0, 1, 0, 3, 1, 0), (1,) * 6, (0, 0, 0, 0, 300, 0), (2, 50, 1, 0, 33, 17)):
+        for expected, found in zip(*group.last_rows(counts), strict=True):
+            assert same_bits(found, expected), counts
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_mixed_launches_with_strangers(

@@ -152,6 +152,31 @@ class Sequences:
         out = self.ops.attention(q, self.kv, batch, self.scale, self.window)
         return list(out.split([end - begin for _, begin, end in runs]))
 
+    def last_rows(self, counts: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """All sequences written in one launch, then the last `counts` rows of each attending in
+        one of their own; and, first, what these rows give where every row attends."""
+        runs = [(s, 0, len(own)) for s, own in enumerate(self.inputs)]
+        batch = self.batch(runs)
+        positions = torch.cat([torch.arange(end) for _, _, end in runs]).int()
+        q = self.ops.write_kv(
+            torch.cat(self.inputs),
+            positions.to(self.ops.device),
+            self.rope,
+            self.kv,
+            batch,
+            self.q_heads,
+            self.norm,
+        )
+        lengths = [end for _, _, end in runs]
+        out = self.ops.attention(q, self.kv, batch, self.scale, self.window).split(lengths)
+        few = self.batch([(s, n - c, n) for (s, _, n), c in zip(runs, counts, strict=True)])
+        chosen = torch.cat(
+            [own[len(own) - c :] for own, c in zip(q.split(lengths), counts, strict=True)]
+        )
+        found = self.ops.attention(chosen, self.kv, few, self.scale, self.window)
+        expected = [own[len(own) - c :] for own, c in zip(out, counts, strict=True)]
+        return expected, list(found.split(list(counts)))
+
     def whole(self, sequence: int) -> Tensor:
         """The sequence alone, in one launch."""
         return self.launch((sequence, 0, len(self.inputs[sequence])))[0]

@@ -30,6 +30,23 @@ def test_chunks_of_one_seven_sixty_four_and_whole(
         assert same_bits(group.in_chunks(0, size), whole), f"chunks of {size}"
 
 
+LAST_ROWS = ((0, 1, 0, 3, 1, 0), (1, 1, 1, 1, 1, 1), (0, 0, 0, 0, 70, 0), (2, 50, 1, 0, 33, 17))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("name", FORMS)
+def test_the_last_rows_of_runs_attend_alone(
+    name: str, window: int | None, dtype: torch.dtype
+) -> None:
+    """Also where a run has none, at the launch's begin, middle and end."""
+    lengths = (37, 90, 1, 40, 70, 17)
+    group = Sequences(backend(name), lengths, dtype=dtype, window=window, **SMALL)
+    for counts in LAST_ROWS:
+        for expected, found in zip(*group.last_rows(counts), strict=True):
+            assert same_bits(found, expected), counts
+
+
 @given(data=st.data())
 @settings(max_examples=25)
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -145,6 +145,16 @@ def test_attention(
     torch.testing.assert_close(parts.double(), want, rtol=step, atol=step)
 
 
+def test_the_last_rows_of_runs_attend_alone(ops: Backend) -> None:
+    """Runs without rows stand at the launch's begin, middle and end: no row is lost or moved."""
+    group = Sequences(
+        ops, (18, 34, 1, 20), dtype=torch.float32, window=30, q_heads=2, kv_heads=1, head_dim=16
+    )
+    for counts in ((0, 1, 0, 0), (0, 33, 0, 20)):
+        for expected, found in zip(*group.last_rows(counts), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, 530])
 def test_segments_split_or_in_sequence(ops: Backend, window: int | None) -> None:
     from lockstep.kernels.cuda.attention import attention
