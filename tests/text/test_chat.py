@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -196,3 +197,110 @@ def test_a_decoder_of_unknown_meaning_is_refused() -> None:
     backend.decoder = decoders.WordPiece()
     with pytest.raises(ModelError, match="WordPiece"):
         Tokenizer(backend)
+
+
+HOSTILE = {
+    # each would run for a long time, or take all memory, before it did any harm otherwise
+    "loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+    "filtered": "{% for a in range(9999) if true %}{% for b in range(9999) %}x{% endfor %}"
+    "{% endfor %}",
+    "macros": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ m(60) }}",
+    "callers": "{% macro m(n) %}{% if n %}{% call m(n - 1) %}{% endcall %}{% call m(n - 1) %}"
+    "{% endcall %}{% endif %}{% endmacro %}{{ m(60) }}",
+    "blocks": "{% set ns = namespace(n=0) %}{% block b %}{% if ns.n < 10 ** 9 %}"
+    "{% for i in [1, 2] %}{{ self.b() }}{% endfor %}{% endif %}{% endblock %}",
+    "recursive": "{% set t = [1, 2] %}{% for a in t recursive %}{% if loop.depth < 60 %}"
+    "{{ loop(t) }}{% endif %}{% endfor %}",
+    "power": "{{ 9 ** (9 ** 9) }}",
+    "text": "{{ 'x' * 10 ** 12 }}",
+    "list": "{{ ([0] * 10 ** 12) | length }}",
+    "left": "{{ 10 ** 12 * 'x' }}",
+    "squares": "{% set ns = namespace(x=9) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}"
+    "{% endfor %}",
+    "hidden": "{% set step = 1 %}{% set environment = 1 %}{% set lockstep = 1 %}"
+    "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_template_runs_for_ever(name: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(RequestError, match="chat template"):
+        render(HOSTILE[name], [USER])
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "''.__class__",
+        "''['__class__']",
+        "'' | attr('__class__')",
+        "'' | attr('__cla' ~ 'ss__')",
+        "[''] | map(attribute='__class__') | list",
+        "messages.__class__.__mro__[1].__subclasses__()",
+        "raise_exception.__globals__",
+        "strftime_now.__globals__['datetime']",
+        "strftime_now.__code__",
+        "raise_exception.__builtins__",
+        "self.__init__.__globals__",
+        "self._TemplateReference__context.environment",
+        "cycler.__init__.__globals__.os",
+        "namespace.__init__.__globals__",
+        "lipsum.__globals__",
+        "'{0.__class__.__mro__}'.format('')",
+        "'{x.__class__}'.format_map({'x': 1})",
+        "(messages | first).__class__",
+        "messages[0].update({'role': 'x'})",
+        "messages.append(1)",
+        "messages.clear()",
+        "__import__('os')",
+        "open('/etc/passwd')",
+        "eval('1')",
+        "joiner.__class__.__base__",
+    ],
+)
+def test_no_template_gets_out_of_its_sandbox(expression: str) -> None:
+    """Refused, or nothing: an undefined value is an empty text."""
+    messages = [dict(USER)]
+    try:
+        text = render("<{{ " + expression + " }}>", messages)
+    except RequestError:
+        text = "<>"
+    assert text in ("<>", "<[Undefined]>")
+    assert messages == [USER]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{% from 'os' import system %}",
+        "{% extends '/etc/passwd' %}",
+        "{% do messages.append(1) %}",
+        "{% debug %}",
+    ],
+)
+def test_no_template_reads_files(statement: str) -> None:
+    with pytest.raises((RequestError, ModelError), match="chat template"):
+        render(statement, [USER])
+
+
+def test_what_clients_send_is_text_and_no_template() -> None:
+    source = "{{ messages[0].content }}|{{ x }}|{{ tools | tojson }}"
+    hostile = "{{ 7 * 7 }}{% for i in range(9) %}{{ cycler }}{% endfor %}{{ x }}"
+    message = {"role": "user", "content": hostile}
+    tools = [{"type": "function", "function": {"name": "{{ 7 * 7 }}"}}]
+    rendered = render(source, [message], x=hostile, tools=tools)
+    assert "49" not in rendered
+    assert rendered.startswith(f"{hostile}|{hostile}|")
+    template = ChatTemplate("{{ messages | length }}{{ bos_token }}", {"bos_token": "<bos>"})
+    given: dict[str, Any] = {"messages": [], "steps": 1, "environment": 2, "self": 3, "": 4}
+    assert template.render([USER], tools=None, add_generation_prompt=True, **given) == "1<bos>"
+
+
+def test_long_conversations_take_few_steps() -> None:
+    messages = [USER, ASSISTANT] * 4096
+    assert render(STRICT, messages).count("<start_of_turn>") == 8193
