@@ -43,6 +43,7 @@ MAX_BACKOFF_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
 HANG_SECONDS = 600.0  # of a large model, a step on a few cores takes minutes
 LISTEN_SECONDS = 1.0  # between looks at the watchdog
+AT_ONCE = 32  # messages that may be read before other tasks get their turn
 START_SECONDS = 600.0  # for one stage of a start, such as reading the weights from a network
 
 ProgressCallback = Callable[[str, float], None]
@@ -461,6 +462,7 @@ class _Link:
         self._path = path  # of the socket
         self._death = asyncio.ensure_future(process.wait())
         self._incoming: asyncio.Future[bytes] | None = None
+        self._at_once = 0  # messages that were read without a wait
 
     def send(self, message: messages.Message) -> None:
         """Hand a message to the socket; without a high-water mark that never waits."""
@@ -474,6 +476,12 @@ class _Link:
         """
         if self._incoming is None:
             self._incoming = asyncio.ensure_future(self._socket.recv())
+        if self._incoming.done() and self._at_once < AT_ONCE:
+            # What has piled up goes to the queues before their readers run: see `OutputQueue`.
+            self._at_once += 1
+            payload, self._incoming = self._incoming.result(), None
+            return messages.decode_from_engine(payload)
+        self._at_once = 0
         waiting: set[asyncio.Future[bytes] | asyncio.Future[int]] = {
             self._incoming,
             self._death,

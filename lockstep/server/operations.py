@@ -263,6 +263,8 @@ class Watch:
                 self._firsts[choice] = now
                 if not self._first:
                     self._first_token(now)
+            for _ in range(count - 1):  # a late reader gets several at once
+                metrics.inter_token_latency.observe(0.0)
             self._lasts[choice] = self._last = now
             self._counts[choice] += count
             self._count(count)

@@ -121,6 +121,7 @@ class ServerThread:
         self._server: uvicorn.Server | None = None
         self._failure: BaseException | None = None
         self.llm: AsyncLLM
+        self.loop: asyncio.AbstractEventLoop | None = None
         self.url = ""
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
 
@@ -138,6 +139,7 @@ class ServerThread:
         assert not self._thread.is_alive()
 
     async def _main(self) -> None:
+        self.loop = asyncio.get_running_loop()
         try:
             self.llm = self._make_llm()
             await self.llm.start()

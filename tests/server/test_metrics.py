@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,28 @@ def test_tokens_and_times_of_an_answer(server: ServerThread) -> None:
     assert 0.5 * whole < sum(parts) < whole + 0.001
     assert parts[2] > 6 * 0.028
     assert grown("lockstep:http_requests_total", route="/v1/completions", status="200") == 1
+
+
+def test_a_server_that_lags_sends_several_tokens_at_once(server: ServerThread) -> None:
+    name = "lockstep:inter_token_latency_seconds_count"
+    before = value(scrape(server.url), name)
+    text = "one two three four five six seven eight nine ten eleven twelve"
+    body = {"model": "slow-fails", "prompt": text, "stream": True, "max_tokens": 50}
+    body["stream_options"] = {"include_usage": True}
+    pieces: list[str] = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as reply:
+        for line in reply.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if not pieces:  # the server stops for five steps, the engine goes on
+                assert server.loop is not None
+                server.loop.call_soon_threadsafe(time.sleep, 0.2)
+            pieces += [choice["text"] for choice in chunk["choices"]]
+            tokens = (chunk["usage"] or {}).get("completion_tokens", 0)
+    assert "".join(pieces) == text
+    assert len(pieces) < tokens - 2
+    assert value(scrape(server.url), name) - before == tokens - 1
 
 
 def test_a_wait_in_the_queue_is_queue_time() -> None:
