@@ -1,9 +1,8 @@
-"""Settings that every test shares: hypothesis profiles, one thread by default, the GPU marker."""
+"""Settings that every test shares: hypothesis profiles, one thread by default, no network."""
 
 from __future__ import annotations
 
 import os
-from functools import cache
 from pathlib import Path
 
 # Before torch is imported anywhere: the suite shares two cores with the engines it starts, and
@@ -33,19 +32,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=FUZZ_REQUESTS,
         help=f"requests that tests/fuzz sends altogether (default {FUZZ_REQUESTS})",
     )
-
-
-@cache
-def _has_gpu() -> bool:
-    """True where an NVIDIA driver is loaded; asks without importing torch."""
-    return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
-    for item in items:
-        if item.get_closest_marker("gpu") and not _has_gpu():
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
 @pytest.fixture(scope="session")

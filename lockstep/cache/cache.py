@@ -23,13 +23,11 @@ class CacheStats:
     """Counters of the cache.
 
     Attributes:
-        lookups: sequences that looked for a prefix and were admitted, or tried.
         walked, matched: tokens that the tree knew, and of these that every group could
             use; the difference lacked a component (evicted, or a state never kept).
         copies: pages copied on write. evictions: components dropped for room.
     """
 
-    lookups: int = 0
     walked: int = 0
     matched: int = 0
     copies: int = 0
@@ -196,7 +194,6 @@ class PrefixCache:
         pool has no page for that, the match falls back to whole pages.
         """
         length = match.length
-        self.stats.lookups += 1
         self.stats.walked += match.walked
         self.stats.matched += length
         lease = self._lease(match, length)

@@ -120,10 +120,6 @@ class Plan:
     runs: tuple[TokenRun, ...]
     copies: tuple[PageCopy, ...] = ()
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(run.tokens) for run in self.runs)
-
 
 @dataclass(frozen=True, slots=True)
 class RunResult:

@@ -92,10 +92,6 @@ class Keyring:
         """Whether callers must show a key. With a file they must, even while it is empty."""
         return bool(self._given) or self._path is not None
 
-    @property
-    def has_admin(self) -> bool:
-        return any(key.admin for key in self._keys)
-
     def find(self, secret: str) -> Key | None:
         """The key that `secret` is. Takes as long whichever it is, or none."""
         self._reload()

@@ -30,11 +30,6 @@ def find_markers(template: str) -> ThinkMarkers | None:
     return None
 
 
-def opens_thinking(markers: ThinkMarkers, prompt: str) -> bool:
-    """Whether a rendered prompt ends by opening the model's reasoning for it."""
-    return prompt.rstrip().endswith(markers.start)
-
-
 class ReasoningReader:
     """Divides an answer into its reasoning and the rest, which another reader takes.
 

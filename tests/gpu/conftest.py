@@ -13,12 +13,14 @@ from lockstep.kernels.plain import PlainBackend
 HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m gpu` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    missing = not torch.cuda.is_available()
     for item in items:
         if HERE in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
+            item.add_marker(pytest.mark.gpu)
+            if missing:
+                item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
 
 
 @pytest.fixture(scope="session")

@@ -55,7 +55,7 @@ def constrain(
         parts.append(rules.rule(write(rules, functions, several=choice.parallel is not False)))
     if answer is not None and not (calling and required):
         try:
-            parts.append(_answer(rules, answer))
+            parts.append(_answer(answer))
         except RequestError as error:
             message = str(error).replace("grammar", answer.name, 1)
             raise RequestError(message, field=answer.name, code=error.code) from None
@@ -78,8 +78,8 @@ def _thinking(rules: Rules, form: AnswerFormat) -> str:
     return f"({opening} {thought})?"
 
 
-def _answer(rules: Rules, answer: Grammar) -> str:
-    """A response format as an expression of the rules."""
+def _answer(answer: Grammar) -> str:
+    """A response format as an expression of a Lark rule."""
     match answer.kind:
         case "json_schema":
             return json_rule(json.loads(answer.source))
