@@ -26,7 +26,8 @@ class JsonFormatter(logging.Formatter):
     """One object a line: time, level, logger, message, request_id, and the record's `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as JSON; line breaks within are escaped, so a line is a record."""
+        """The record as JSON. Whatever breaks lines or moves a terminal's cursor is escaped, so
+        that a line is a record and shows as it is."""
         entry: dict[str, Any] = {
             "time": _timestamp(record.created),
             "level": record.levelname.lower(),
@@ -39,7 +40,8 @@ class JsonFormatter(logging.Formatter):
         entry.update(getattr(record, "fields", {}))
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, ensure_ascii=False, default=str)
+        text = json.dumps(entry, ensure_ascii=False, default=str)
+        return text if text.isprintable() else json.dumps(entry, default=str)
 
 
 class ConsoleFormatter(logging.Formatter):
