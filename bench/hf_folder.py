@@ -18,12 +18,12 @@ from lockstep.weights import open_checkpoint
 def write(name: str, folder: Path) -> Path:
     """The folder of `name`, written if it is not there yet.
 
-    Holds config.json and model.safetensors: what transformers and vLLM need to generate from
-    token ids.
+    Holds config.json, model.safetensors and the tokenizer with its chat template: what
+    transformers and vLLM need to generate and to serve.
     """
+    _write_tokenizer(name, folder)
     if (folder / "config.json").exists():
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
     checkpoint = open_checkpoint(name)
     tensors = {
         key: checkpoint.tensor(key).to(torch.bfloat16).contiguous()
@@ -35,6 +35,18 @@ def write(name: str, folder: Path) -> Path:
     # Last, so that a broken run does not look finished.
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder
+
+
+def _write_tokenizer(name: str, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = open_checkpoint(name).tokenizer()
+    tokenizer.save(folder / "tokenizer.json")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.token_text(tokenizer.eos_ids[0]),
+        "chat_template": tokenizer.chat_template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 
 if __name__ == "__main__":

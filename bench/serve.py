@@ -87,7 +87,9 @@ def at_rate(target: Target, rate: float, options: argparse.Namespace, goal: Obje
     answers = asyncio.run(open_loop(target, moments, texts, options.new))
     whole = [answer for answer in answers if not answer.problem]
     good = sum(map(goal.holds, answers))
-    span = max(answer.times[-1] for answer in whole) - min(answer.due for answer in whole)
+    span = options.seconds
+    if whole:
+        span = max(answer.times[-1] for answer in whole) - min(answer.due for answer in whole)
     return Row(
         generator="bench/load.py",
         rate=rate,
@@ -147,7 +149,7 @@ def guidellm(target: Target, rate: float, options: argparse.Namespace, goal: Obj
         failed=totals["errored"],
         first=three("time_to_first_token_ms"),
         gaps=three("inter_token_latency_ms"),
-        goodput=metrics["request_goodput"]["total"]["mean"],
+        goodput=(metrics["request_goodput"] or {"total": {"mean": 0.0}})["total"]["mean"],
         attained=metrics["slo_attainment"] or 0.0,
         tokens=metrics["output_tokens_per_second"]["successful"]["mean"],
     )
