@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -183,3 +184,53 @@ def test_refuses_pages_and_heads_that_the_tree_cannot_take() -> None:
             backend(name).kv_layer(pool, head_dim=16, page_tokens=24, **shape)
     with pytest.raises(ConfigError, match="multiple of 16"):
         backend("native").kv_layer(pool, head_dim=24, page_tokens=16, **shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"query_start": torch.zeros(2, dtype=torch.int32)}, "query_start"),
+        ({"context_len": torch.zeros(2)}, "context_len"),
+        ({"page_table": torch.zeros(9, 2, dtype=torch.int32).T}, "page_table"),
+        ({"slots": torch.zeros(50, dtype=torch.int64)}, "slots"),
+    ],
+)
+def test_a_batch_that_kernels_would_misread_is_refused(change: dict[str, Any], named: str) -> None:
+    good = Sequences(backend("native"), (30, 20), dtype=torch.float32, **SMALL).batch(
+        [(0, 0, 30), (1, 0, 20)]
+    )
+    with pytest.raises(ValueError, match=named):
+        replace(good, **change)
+
+
+def test_operands_that_do_not_go_together_are_refused() -> None:
+    """One check each of what the native form reads by address."""
+    ops = backend("native")
+    group = Sequences(ops, (30,), dtype=torch.float32, **SMALL)
+    batch, at = group.batch([(0, 0, 30)]), torch.arange(30).int()
+    with pytest.raises(ValueError, match="cos"):
+        replace(group.rope, cos=group.rope.cos.half())
+    with pytest.raises(ValueError, match="sin"):
+        replace(group.rope, sin=group.rope.sin[:5])
+
+    def write(qkv: torch.Tensor, positions: torch.Tensor, rope: Any) -> None:
+        ops.write_kv(qkv, positions, rope, group.kv, batch, 6)
+
+    narrow = replace(
+        group.rope, cos=group.rope.cos[:, :8].clone(), sin=group.rope.sin[:, :8].clone()
+    )
+    with pytest.raises(ValueError, match="half 8"):
+        write(group.inputs[0], at, narrow)
+    with pytest.raises(ValueError, match="bfloat16"):
+        write(group.inputs[0].bfloat16(), at, group.rope)
+    with pytest.raises(ValueError, match="positions"):
+        write(group.inputs[0], at[:9], group.rope)
+    with pytest.raises(ValueError, match="slots"):
+        write(group.inputs[0][:9], at[:9], group.rope)
+    with pytest.raises(ValueError, match="q must"):
+        ops.attention(torch.zeros(30, 6, 32), group.kv, batch, 1.0)
+    x = torch.zeros(3, 64)
+    with pytest.raises(ValueError, match="x must"):
+        ops.rms_norm(x, torch.ones(65), 1e-5)
+    with pytest.raises(ValueError, match="residual"):
+        ops.rms_norm(x, torch.ones(64), 1e-5, False, torch.zeros(4, 64))
