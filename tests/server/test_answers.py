@@ -396,12 +396,28 @@ async def test_pieces_come_in_order_and_iterate_alike() -> None:
     ]
 
 
-async def test_leaving_early_ends_the_requests() -> None:
-    streams = [running(SamplingParams(), [script("a b c d")], 1) for _ in range(2)]
+async def test_a_choice_at_its_stop_string_ends_in_the_engine_while_others_go_on() -> None:
+    scripts = [script("a b STOP c d e f"), script("a b c d e f g h")]
+    stream = running(SamplingParams(stop=("STOP",)), scripts, 1)
+    engine = cast("Engine", stream._client)
+    async for delta in stream:
+        if delta.finish_reason is not None:
+            assert engine.cancelled == [0], "the engine knows no stop strings"
+    first, second = stream.answer.completion().choices
+    assert (first.text, second.text) == ("a b ", "a b c d e f g h")
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+@pytest.mark.parametrize("closing", [False, True])
+async def test_leaving_early_ends_the_requests(prompts: int, closing: bool) -> None:
+    streams = [running(SamplingParams(), [script("a b c d")], 1) for _ in range(prompts)]
     pieces = PieceStream(streams)
-    async for _ in pieces.steps():
-        break
-    pieces.cancel()
+    steps = pieces.steps()
+    await anext(steps)
+    if closing:
+        await steps.aclose()
+    else:
+        pieces.cancel()
     for stream in streams:
         assert None in cast("Engine", stream._client).cancelled
 
