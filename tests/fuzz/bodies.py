@@ -355,17 +355,18 @@ def mutated(draw: st.DrawFn) -> tuple[str, Any]:
     path, seed = draw(st.sampled_from(SEEDS))
     body = copy.deepcopy(seed)
     for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
-        container, key = draw(st.sampled_from(places(body) or [({"x": 0}, "x")]))
+        found = places(body) or [({"x": 0}, "x")]
+        container, key = found[draw(st.integers(0, len(found) - 1))]
         match draw(st.sampled_from(_CHANGES)):
             case "value":
-                container[key] = draw(value)
+                container[key] = copy.deepcopy(draw(value))
             case "option":
                 name = draw(st.sampled_from(list(OPTIONS)))
                 body[name] = copy.deepcopy(draw(st.sampled_from(OPTIONS[name])))
             case "drop":
                 del container[key]
             case "add" if isinstance(container, dict):
-                container[draw(st.sampled_from(NAMES))] = draw(value)
+                container[draw(st.sampled_from(NAMES))] = copy.deepcopy(draw(value))
             case "wrap":
                 container[key] = [container[key]]
             case "more":

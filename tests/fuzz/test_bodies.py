@@ -13,6 +13,7 @@ from tests.fuzz import bodies
 from tests.fuzz.target import MODEL, Sent, Target, post
 
 PER_EXAMPLE = 20
+SHARE = 0.9  # of all requests; test_openapi.py sends the rest
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
 
 
@@ -51,11 +52,13 @@ def filled(request: Sent, names: dict[bytes, bytes]) -> Sent:
     return replace(request, path=path, pieces=pieces)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # `--fuzz-requests` may be large
 def test_requests_that_nobody_would_send(
     target: Target, names: dict[bytes, bytes], fuzz_requests: int
 ) -> None:
     """No 5xx, every error in the shape, the same bits for good requests, nothing left behind."""
-    examples = max(1, fuzz_requests // PER_EXAMPLE)
+    examples = max(1, int(fuzz_requests * SHARE) // PER_EXAMPLE)
     done = 0
 
     @settings(
@@ -72,4 +75,4 @@ def test_requests_that_nobody_would_send(
 
     fuzz()
     target.check_health()
-    print(target.sent, sorted(target.statuses.items()))
+    assert target.statuses[200] > target.sent // 20  # it is no use to be refused each time

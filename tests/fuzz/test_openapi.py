@@ -121,6 +121,8 @@ def with_the_model(document: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # `--fuzz-requests` may be large
 def test_requests_made_from_the_document(
     target: Target, document: dict[str, Any], fuzz_requests: int
 ) -> None:
