@@ -26,23 +26,21 @@ from lockstep.engine.client import (
     ProgressCallback,
 )
 from lockstep.engine.mailbox import OutputQueue
-from lockstep.outputs import (
+from lockstep.outputs import Answer, Delta, GenerationError, Score
+from lockstep.requests import (
     CHAT_DEFAULTS,
     COMPLETION_DEFAULTS,
-    Answer,
     Conversation,
-    Delta,
-    GenerationError,
     Params,
     Prompt,
     RequestBuilder,
-    Score,
+    chat_requests,
+    completion_requests,
     is_one_conversation,
     is_one_prompt,
     one_params,
     score_requests,
     spread_context,
-    spread_params,
 )
 from lockstep.settings import EngineSettings, engine_config
 from lockstep.types import (
@@ -305,13 +303,7 @@ class AsyncLLM:
         """As `LLM.generate`; cancelling the call cancels the requests."""
         one = is_one_prompt(prompts)
         batch = cast("Sequence[Prompt]", [prompts] if one else prompts)
-        builder = self.builder
-        requests = [
-            builder.build(builder.encode(prompt), own)
-            for prompt, own in zip(
-                batch, spread_params(params, COMPLETION_DEFAULTS, batch), strict=True
-            )
-        ]
+        requests = completion_requests(self.builder, batch, params)
         completions = await self._run(requests)
         return completions[0] if one else completions
 
@@ -329,13 +321,7 @@ class AsyncLLM:
         """As `LLM.chat`; cancelling the call cancels the requests."""
         one = is_one_conversation(messages) or not messages
         batch = cast("Sequence[Conversation]", [messages] if one else messages)
-        builder = self.builder
-        requests = [
-            builder.build(builder.encode_chat(conversation), own, field="messages")
-            for conversation, own in zip(
-                batch, spread_params(params, CHAT_DEFAULTS, batch), strict=True
-            )
-        ]
+        requests = chat_requests(self.builder, batch, params)
         completions = await self._run(requests)
         return completions[0] if one else completions
 

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.outputs import Prompt, RequestBuilder
+from lockstep.requests import Prompt, RequestBuilder
 from lockstep.runner.plan import POOLED_UNIT
 from lockstep.types import Completion, Request, RequestError, SamplingParams
 

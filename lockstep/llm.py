@@ -24,25 +24,23 @@ from lockstep.decisions import (
 from lockstep.decisions import Score as ScoreQuestion
 from lockstep.embeddings import PoolingKind, Vector, embed_requests, embedding
 from lockstep.engine.client import EngineUnavailable
-from lockstep.outputs import (
+from lockstep.outputs import Answer, Delta, GenerationError, Score
+from lockstep.progress import deferred_interrupt, progress_bar, wanted
+from lockstep.requests import (
     CHAT_DEFAULTS,
     COMPLETION_DEFAULTS,
-    Answer,
     Conversation,
-    Delta,
-    GenerationError,
     Params,
     Prompt,
     RequestBuilder,
-    Score,
+    chat_requests,
+    completion_requests,
     is_one_conversation,
     is_one_prompt,
     one_params,
     score_requests,
     spread_context,
-    spread_params,
 )
-from lockstep.progress import deferred_interrupt, progress_bar, wanted
 from lockstep.settings import EngineSettings, engine_config
 from lockstep.types import (
     Completion,
@@ -184,12 +182,7 @@ class LLM:
         """
         one = is_one_prompt(prompts)
         batch = cast("Sequence[Prompt]", [prompts] if one else prompts)
-        requests = [
-            self._builder.build(self._builder.encode(prompt), own)
-            for prompt, own in zip(
-                batch, spread_params(params, COMPLETION_DEFAULTS, batch), strict=True
-            )
-        ]
+        requests = completion_requests(self._builder, batch, params)
         completions = self._run(requests, progress)
         return completions[0] if one else completions
 
@@ -225,12 +218,7 @@ class LLM:
         """
         one = is_one_conversation(messages) or not messages
         batch = cast("Sequence[Conversation]", [messages] if one else messages)
-        requests = [
-            self._builder.build(self._builder.encode_chat(conversation), own, field="messages")
-            for conversation, own in zip(
-                batch, spread_params(params, CHAT_DEFAULTS, batch), strict=True
-            )
-        ]
+        requests = chat_requests(self._builder, batch, params)
         completions = self._run(requests, progress)
         return completions[0] if one else completions
 

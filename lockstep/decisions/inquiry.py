@@ -9,7 +9,7 @@ from lockstep.decisions.decision import Decision, decide
 from lockstep.decisions.questions import MAX_QUESTIONS, Choice, Predicate, Question, Score
 from lockstep.decisions.render import render_input
 from lockstep.decisions.sources import Asked, LabelSource, Source, prefix_options
-from lockstep.outputs import Conversation, RequestBuilder
+from lockstep.requests import Conversation, RequestBuilder
 from lockstep.types import Completion, Request, RequestError
 
 MAX_PROBES = 16_384

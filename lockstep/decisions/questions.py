@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from lockstep.outputs import check_text
+from lockstep.requests import check_text
 from lockstep.types import RequestError
 
 MAX_QUESTIONS = 400

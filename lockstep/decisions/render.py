@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.decisions.questions import Option, Question
-from lockstep.outputs import Conversation, RequestBuilder, check_conversation
+from lockstep.requests import Conversation, RequestBuilder, check_conversation
 from lockstep.types import RequestError
 
 

@@ -17,7 +17,8 @@ from lockstep.decisions.decision import OptionScores
 from lockstep.decisions.paths import Path, Probe, hidden_by, probes, read, shortest
 from lockstep.decisions.questions import Question
 from lockstep.decisions.render import Context, question_text, suffix_ids
-from lockstep.outputs import GenerationError, RequestBuilder
+from lockstep.outputs import GenerationError
+from lockstep.requests import RequestBuilder
 from lockstep.text import Tokenizer
 from lockstep.types import Completion, Request, RequestError, SamplingParams
 

@@ -20,7 +20,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 from lockstep.decisions.decision import normalise
-from lockstep.outputs import RequestBuilder, Score
+from lockstep.outputs import Score
+from lockstep.requests import RequestBuilder
 from lockstep.server.embeddings import EmbeddingUsage, usage_of
 from lockstep.server.generation import Envelope, Service, off_loop, service_of
 from lockstep.server.openapi import returns

@@ -12,7 +12,7 @@ from fastapi import Request as HTTPRequest
 from pydantic import Field
 from starlette.responses import Response
 
-from lockstep.outputs import RequestBuilder
+from lockstep.requests import RequestBuilder
 from lockstep.server.conversation import prepare
 from lockstep.server.generation import Service, off_loop, service_of
 from lockstep.server.openapi import returns

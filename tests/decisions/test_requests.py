@@ -10,7 +10,7 @@ from lockstep.decisions import Choice, Option, Predicate, Score, inquire, inquir
 from lockstep.decisions.render import question_text, render_input
 from lockstep.decisions.sources import label_paths, labels_of
 from lockstep.engine.loop import _describe
-from lockstep.outputs import RequestBuilder
+from lockstep.requests import RequestBuilder
 from lockstep.text import Tokenizer
 from lockstep.types import RequestError
 from lockstep.weights import open_checkpoint

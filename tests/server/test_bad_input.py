@@ -11,7 +11,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from lockstep.outputs import RequestBuilder
+from lockstep.requests import RequestBuilder
 from lockstep.server.protocol import MAX_MESSAGES, ChatBody, CompletionBody, GenerationBody
 from lockstep.types import EngineInfo, RequestError, SamplingParams
 from tests.server.support import MAX_CONTEXT, smollm2_tokenizer

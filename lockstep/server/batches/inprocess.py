@@ -18,7 +18,7 @@ from starlette.datastructures import State
 from starlette.types import Message, Scope
 
 from lockstep.async_llm import AnswerStream, AsyncLLM
-from lockstep.outputs import MAX_PRIORITY
+from lockstep.requests import MAX_PRIORITY
 from lockstep.server import calls
 from lockstep.server.auth import Key
 from lockstep.server.calls import Call

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from lockstep.decisions import Choice, Decision, Option, Predicate, Question, Score, inquire
 from lockstep.decisions.questions import MAX_OPTIONS, MAX_QUESTIONS
-from lockstep.outputs import check_text
+from lockstep.requests import check_text
 from lockstep.server.decisions.account import Account, answer
 from lockstep.server.decisions.inputs import Input, InputPart, conversation, parts_text
 from lockstep.server.generation import Service, service_of
