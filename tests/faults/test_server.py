@@ -85,7 +85,7 @@ def end_of_batch(server: Served, batch: str) -> list[dict[str, Any]]:
     """Its rows, once it has completed."""
 
     def ended() -> bool:
-        return server.get(f"/v1/batches/{batch}").json()["status"] == "completed"
+        return bool(server.get(f"/v1/batches/{batch}").json()["status"] == "completed")
 
     wait_until(ended, 60)
     found = server.get(f"/v1/batches/{batch}").json()

@@ -136,6 +136,16 @@ class Served:
             int(outcomes + metrics["requests_in_flight"]),
         )
 
+    def memory(self) -> int:
+        """Bytes of its resident set."""
+        pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
+        return int(pages) * resource.getpagesize()
+
+    def cpu_seconds(self) -> float:
+        """Processor time that it has used, in both modes."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def leftovers(self) -> list[str]:
         return sorted(str(path.relative_to(self.temporary)) for path in self.temporary.rglob("*"))
 
