@@ -169,6 +169,29 @@ def test_raw_and_processed_logprobs() -> None:
     assert processed.token in dict(processed.logprob.top)
 
 
+@pytest.mark.parametrize(
+    "adjusted",
+    [
+        {"repetition_penalty": 1.7},
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 1.5},
+        {"logit_bias": {40: 20.0, 41: -100.0}},
+        {"bad": ((40,), (2, 41))},
+        {"stop": (40, 41), "min_tokens": 20},
+    ],
+)
+def test_a15_raw_logprobs_know_no_penalty_bias_or_ban(adjusted: dict[str, Any]) -> None:
+    logits = random_logits(2, scale=0.3)
+    logits[:, 40], logits[:, 41], logits[:, 7] = 6.0, 5.0, 4.0
+    wanted: dict[str, Any] = {"logprobs": 128, "logprob_token_ids": (7, 40, 41), "seed": 3}
+    plain, raw = draw(logits, spec(**wanted), spec(**wanted, **adjusted))
+    assert raw.logprob.top == plain.logprob.top
+    assert raw.logprob.given == plain.logprob.given
+    mode = {"logprobs_mode": "processed"}
+    plain, processed = draw(logits, spec(**wanted, **mode), spec(**wanted, **mode, **adjusted))
+    assert processed.logprob.given != plain.logprob.given
+
+
 def test_rows_that_are_not_numbers_harm_nobody() -> None:
     logits = random_logits(4)
     logits[1] = math.nan
