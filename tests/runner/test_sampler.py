@@ -181,7 +181,7 @@ def test_raw_and_processed_logprobs() -> None:
     ],
 )
 def test_a15_raw_logprobs_know_no_penalty_bias_or_ban(adjusted: dict[str, Any]) -> None:
-    logits = random_logits(2, scale=0.3)
+    logits = random_logits(1, scale=0.3).repeat(2, 1)
     logits[:, 40], logits[:, 41], logits[:, 7] = 6.0, 5.0, 4.0
     wanted: dict[str, Any] = {"logprobs": 128, "logprob_token_ids": (7, 40, 41), "seed": 3}
     plain, raw = draw(logits, spec(**wanted), spec(**wanted, **adjusted))
