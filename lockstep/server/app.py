@@ -31,7 +31,7 @@ from lockstep.server import (
 )
 from lockstep.server.batches import routes as batches
 from lockstep.server.batches.runner import Batches
-from lockstep.server.frontdoor import CLIENT_CLOSED_REQUEST, FrontDoor
+from lockstep.server.frontdoor import FrontDoor
 from lockstep.server.generation import Service
 from lockstep.server.operations import Operations
 from lockstep.server.responses import route as responses
@@ -87,8 +87,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
 
     @app.exception_handler(ClientGone)
     async def on_client_gone(request: object, error: Exception) -> Response:
-        # For the log alone; with a type, so that nobody gives it another shape.
-        return Response(status_code=CLIENT_CLOSED_REQUEST, media_type="application/json")
+        return errors.client_closed()
 
     # The last one added is the outermost.
     uploads = {"/v1/files": config.max_file_bytes + FORM_BYTES}

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,6 +25,7 @@ from lockstep.types import LockstepError, RequestError
 log = logging.getLogger("lockstep.server")
 
 QUEUE_RETRY_SECONDS = 1
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it shows in the access log
 MAX_MESSAGE = 2000  # characters; what a client wrote may be said back to it, not all of megabytes
 MAX_PARAM = 200
 _TYPES = {
@@ -201,6 +203,11 @@ def _in_shape(start: Message, told: bytes) -> Response:
     return _json(*_reply(status, text, code=code, headers=kept))
 
 
+def client_closed() -> Response:
+    """For a client that has gone: for the log alone. It has a type, so that it keeps its shape."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST, media_type="application/json")
+
+
 def install(app: FastAPI) -> None:
     """Make `app` answer every error in this shape."""
 
@@ -215,6 +222,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
+        if isinstance(error.__cause__, ClientDisconnect):
+            return client_closed()
         text = str(error.detail)
         if error.status_code == 404 and text == "Not Found":
             text = f"there is no {request.method} {request.url.path} here"

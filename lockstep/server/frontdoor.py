@@ -27,7 +27,6 @@ log = logging.getLogger("lockstep.server")
 access = logging.getLogger("lockstep.access")
 
 METHOD_NOT_ALLOWED = 405
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it shows in the access log
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/=+-]{1,128}")
 _ENDS = re.compile(r"/v1/(responses|batches)/[^/]+/cancel").fullmatch
 _POLLED = ("/health", "/ready", "/metrics", "/stats")  # every few seconds, by machines
@@ -170,7 +169,7 @@ class FrontDoor:
         """Counters, the span and the log line of a request that has ended."""
         metrics, seconds = self._operations.metrics, time.monotonic() - call.began
         if not call.status:
-            call.status = CLIENT_CLOSED_REQUEST
+            call.status = errors.CLIENT_CLOSED_REQUEST
         # What matches no route, or not by its method, which may be any word, is told apart by
         # nothing, so that nobody can fill the table.
         method = call.method if call.route and call.status != METHOD_NOT_ALLOWED else ""
