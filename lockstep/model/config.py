@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.types import ModelError
+from lockstep.weights.checked import CheckedValues
 
 # Keys that change neither the weights' shapes nor what is computed from them.
 HARMLESS = frozenset(
@@ -65,7 +66,7 @@ HARMLESS = frozenset(
 )
 
 
-class ConfigReader:
+class ConfigReader(CheckedValues):
     """Typed reads of one configuration that remember which keys were read.
 
     Args:
@@ -75,41 +76,13 @@ class ConfigReader:
     """
 
     def __init__(self, values: Mapping[str, Any], source: str, where: str = "") -> None:
-        self._values = values
+        super().__init__(values)
         self._source = source
         self._where = where
-        self._read: set[str] = set()
 
     def fail(self, key: str, complaint: str) -> ModelError:
         """The error for a key, naming the model and the key's full path."""
         return ModelError(f"{self._source}: configuration key {self._where}{key} {complaint}")
-
-    def optional(self, key: str) -> Any:
-        """The value, or None when it is absent or null."""
-        self._read.add(key)
-        return self._values.get(key)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer; without a default the key must be there."""
-        value = self.optional(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise self.fail(key, "is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.fail(key, f"must be a positive integer, is {value!r}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive finite number; without a default the key must be there."""
-        value = self.optional(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise self.fail(key, "is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-            raise self.fail(key, f"must be a positive number, is {value!r}")
-        return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.optional(key)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.types import ModelError
+from lockstep.weights.checked import CheckedValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,47 +59,28 @@ _GEMMA_LOCAL_BASE = 10000.0
 _GEMMA_27B_LAYERS = 62
 
 
-class _Keys:
+class _Keys(CheckedValues):
     """Typed reads of one architecture's metadata that remember what was read."""
 
     def __init__(self, metadata: Mapping[str, Any], prefix: str, path: str) -> None:
-        self._values = {
-            key.removeprefix(prefix + "."): value
-            for key, value in metadata.items()
-            if key.startswith(prefix + ".")
-        }
+        super().__init__(
+            {
+                key.removeprefix(prefix + "."): value
+                for key, value in metadata.items()
+                if key.startswith(prefix + ".")
+            }
+        )
         self._prefix = prefix
         self._path = path
-        self._read: set[str] = set()
 
     def fail(self, key: str, complaint: str) -> ModelError:
         return ModelError(f"{self._path}: metadata {self._prefix}.{key} {complaint}")
 
-    def optional(self, key: str) -> Any:
-        self._read.add(key)
-        return self._values.get(key)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.optional(key)
+    def _wanted(self, key: str, default: float | None) -> Any:
+        value = super()._wanted(key, default)
         if isinstance(value, list) and value and len(set(value)) == 1:
-            value = value[0]  # some writers give a per-layer list of equal values
-        if value is None:
-            value = default
-        if value is None:
-            raise self.fail(key, "is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.fail(key, f"must be a positive integer, is {value!r}")
+            return value[0]  # some writers give a per-layer list of equal values
         return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.optional(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise self.fail(key, "is missing")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-            raise self.fail(key, f"must be a positive number, is {value!r}")
-        return float(value)
 
     def only(self, key: str, *allowed: Any) -> None:
         value = self.optional(key)
