@@ -45,6 +45,8 @@ def test_a_new_key_is_printed_once_and_only_its_hash_is_kept(tmp_path: Path) -> 
     "text",
     [
         "key = 3",
+        "key = [1]",
+        "key = " + "[" * 5000,
         "other = 1",
         "[[key]",
         '[[key]]\nname = "a"',
@@ -91,8 +93,11 @@ def test_the_file_is_read_again_when_it_changes(
     second = new_key(path, "second")
     assert ring.find(first)
     assert ring.find(second)
-    path.write_text("broken")
-    assert ring.find(first), "a file that cannot be read changes nothing"
+    for garbage in (b"broken", b"key = [1]", b"\xff\xfe", b"[" * 5000):
+        path.write_bytes(garbage)
+        assert ring.find(first), "a file that cannot be read changes nothing"
+    path.unlink()
+    assert ring.find(first)
     path.write_text("")
     assert ring.find(first) is None
     assert ring.needed, "a file without keys opens nothing"
