@@ -488,7 +488,7 @@ _ASKED = [
     *(f"{MARK}file", f"{MARK}response"),
 ]
 _METHODS = [
-    *("GET", "GET", "GET", "GET", "POST", "DELETE", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH"),
+    *(*["GET"] * 12, *["DELETE"] * 4, *["POST"] * 4, "HEAD", "OPTIONS", "PUT", "PATCH"),
     *("TRACE", "CONNECT", "PROPFIND", "X" * 50),
 ]
 

@@ -125,12 +125,16 @@ class Target:
 
     # --- sending ----------------------------------------------------------------------------
 
-    def send(self, requests: Iterable[Sent]) -> list[Answer]:
-        """The answers, in order; each is checked."""
+    def send(self, requests: Iterable[Sent], *, draining: bool = False) -> list[Answer]:
+        """The answers, in order; each is checked.
+
+        Args:
+            draining: the server turns work away, with 503.
+        """
         requests = list(requests)
         answers = self.loop.run_until_complete(self._send(requests))
         for request, answer in zip(requests, answers, strict=True):
-            check(request, answer)
+            check(request, answer, draining=draining)
             self.statuses[answer.status] = self.statuses.get(answer.status, 0) + 1
         self.sent += len(requests)
         return answers
@@ -241,9 +245,6 @@ class Target:
         }
         return {name: value for name, value in found.items() if value}
 
-    def open_files(self) -> int:
-        return len(os.listdir("/proc/self/fd"))
-
 
 def _scope(request: Sent) -> Scope:
     raw, _, query = request.path.partition("?")
@@ -263,7 +264,7 @@ def _scope(request: Sent) -> Scope:
     }
 
 
-def check(request: Sent, answer: Answer) -> None:
+def check(request: Sent, answer: Answer, *, draining: bool = False) -> None:
     """What holds for every answer to anybody.
 
     Raises:
@@ -273,7 +274,11 @@ def check(request: Sent, answer: Answer) -> None:
     if not answer.status:  # nobody was there to read it
         assert request.breaks or request.leaves is not None, where
         return
-    assert answer.status < 500, where
+    if answer.status == 503 and draining:
+        assert int(answer.header("retry-after")) >= 1, where
+        assert answer.json()["error"]["code"] == "draining", where
+    else:
+        assert answer.status < 500, where
     for name, value in answer.headers:
         assert not set(name + value) & set(b"\r\n\0"), where
     assert answer.header("x-request-id"), where
@@ -333,3 +338,8 @@ def memory() -> int:
     with suppress(FileNotFoundError), open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
+
+
+def open_files() -> int:
+    """Descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz import bodies
-from tests.fuzz.target import MODEL, Sent, Target, post
+from tests.fuzz.target import GOOD, MODEL, Sent, Target, memory, open_files, post
 
 PER_EXAMPLE = 20
 SHARE = 0.9  # of all requests; test_openapi.py sends the rest
@@ -27,21 +28,26 @@ def target() -> Iterator[Target]:
 @pytest.fixture(scope="module")
 def names(target: Target) -> dict[bytes, bytes]:
     """Ids of things that there are, by what stands for them."""
-    content = bodies.written({**LINE, "body": {"model": MODEL, "prompt": "a b", "max_tokens": 2}})
+    line = {**LINE, "body": {"model": MODEL, "prompt": "a b", "max_tokens": 2}}
+    file = upload(target, [bodies.written(line)])
+    asked = post("/v1/responses", {"model": MODEL, "input": "hello", "max_output_tokens": 2})
+    (answer,) = target.send([asked])
+    response = answer.json()["id"]
+    return {b"@@file": file.encode(), b"@@response": response.encode()}
+
+
+def upload(target: Target, lines: list[bytes]) -> str:
+    """Keep a file; returns its id."""
+    head = b"Content-Disposition: form-data; name="
     form = (
-        b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-        b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
-        + content
-        + b"\r\n--b--\r\n"
+        b"--b\r\n" + head + b'"purpose"\r\n\r\nbatch\r\n'
+        b"--b\r\n" + head + b'"file"; filename="a"\r\n\r\n' + b"\n".join(lines) + b"\r\n--b--\r\n"
     )
-    sent = [
-        Sent(
-            "POST", "/v1/files", (form,), ((b"content-type", b"multipart/form-data; boundary=b"),)
-        ),
-        post("/v1/responses", {"model": MODEL, "input": "hello", "max_output_tokens": 2}),
-    ]
-    file, response = (answer.json()["id"].encode() for answer in target.send(sent))
-    return {b"@@file": file, b"@@response": response}
+    kind = (b"content-type", b"multipart/form-data; boundary=b")
+    (answer,) = target.send([Sent("POST", "/v1/files", (form,), (kind,))])
+    assert answer.status == 200
+    found: str = answer.json()["id"]
+    return found
 
 
 def filled(request: Sent, names: dict[bytes, bytes]) -> Sent:
@@ -72,7 +78,83 @@ def test_requests_that_nobody_would_send(
         done += 1
         if done % 50 == 0:
             target.check_health()
+            held.append((memory(), open_files()))
+
+    held: list[tuple[int, int]] = []
+    fuzz()
+    target.check_health()
+    if len(held) > 4:  # what is kept, such as stored responses, is there after a while
+        assert held[-1][0] < held[len(held) // 4][0] + 64 * 2**20, held
+        assert held[-1][1] <= held[len(held) // 4][1] + 5, held
+    assert target.statuses[200] > target.sent // 20  # it is no use to be refused each time
+
+
+def test_lines_of_batches_that_nobody_would_send(target: Target) -> None:
+    """Each line gets one answer or one error, whatever it asks for; or the file is refused."""
+    endpoints = [path for path, _ in bodies.SEEDS if path.startswith("/v1/")]
+    ended = dict.fromkeys(("completed", "failed"), 0)
+
+    @settings(max_examples=20, suppress_health_check=list(HealthCheck))
+    @given(st.lists(bodies.mutated(), min_size=20, max_size=20), st.booleans())
+    def fuzz(made: list[tuple[str, object]], hurt: bool) -> None:
+        endpoint = next((path for path, _ in made if path in endpoints), "/v1/completions")
+        own = [body for path, body in made if path == endpoint]
+        lines = [
+            bodies.written({**LINE, "url": endpoint, "custom_id": str(index), "body": body})
+            for index, body in enumerate(own)
+        ]
+        if hurt:
+            lines = [line[:-1] if index % 3 else line for index, line in enumerate(lines)]
+        asked = {"endpoint": endpoint, "completion_window": "1h"}
+        (answer,) = target.send(
+            [post("/v1/batches", {**asked, "input_file_id": upload(target, lines)})]
+        )
+        if answer.status != 200:  # no endpoint of batches
+            assert answer.status == 400
+            return
+        target.check_health()
+        (answer,) = target.send([Sent("GET", f"/v1/batches/{answer.json()['id']}")])
+        batch = answer.json()
+        ended[batch["status"]] += 1
+        if batch["status"] == "failed":
+            assert batch["errors"]["data"]
+            return
+        counts = batch["request_counts"]
+        assert counts["total"] == len(own) == counts["completed"] + counts["failed"]
+        seen = []
+        for name, allowed in (("output_file_id", (200,)), ("error_file_id", range(400, 500))):
+            if batch[name] is not None:
+                (content,) = target.send([Sent("GET", f"/v1/files/{batch[name]}/content")])
+                for line in map(json.loads, content.body.splitlines()):
+                    if line["response"] is None:  # refused before it was sent anywhere
+                        assert line["error"]["code"], line
+                    else:
+                        assert line["response"]["status_code"] in allowed, line
+                    seen.append(line["custom_id"])
+        assert len(seen) == len(own)
+        known = [name for name in seen if name is not None]  # a line that is no JSON has none
+        assert len(set(known)) == len(known)
+        assert {str(index) for index in range(len(own))} >= set(known)
+
+    fuzz()
+    assert ended["completed"]
+
+
+def test_only_draining_answers_503(target: Target) -> None:
+    """And only to new work; reading goes on, and afterwards all is as it was."""
+    operations = target.app.state.operations
+    good = [post(path, body) for path, body in GOOD.items()]
+    reading = [Sent("GET", path) for path in ("/v1/models", "/health", "/v1/files", "/stats")]
+
+    @settings(max_examples=10, suppress_health_check=list(HealthCheck))
+    @given(st.lists(bodies.requests, min_size=PER_EXAMPLE, max_size=PER_EXAMPLE))
+    def fuzz(made: list[Sent]) -> None:
+        operations.drain()
+        try:
+            answers = target.send([*made, *good, *reading], draining=True)
+        finally:
+            operations.undrain()
+        assert [a.status for a in answers[-8:]] == [503] * 4 + [200] * 4
 
     fuzz()
     target.check_health()
-    assert target.statuses[200] > target.sent // 20  # it is no use to be refused each time

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import socket
 import struct
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.fuzz.target import MODEL, memory
+from tests.fuzz.target import MODEL, memory, open_files
 from tests.server.support import ServerThread, fake_llm, wait_until
 
 CROWD = 300
@@ -233,10 +232,6 @@ def left(server: ServerThread) -> dict[str, int]:
         "pages": stats.pages_used,
     }
     return {name: value for name, value in found.items() if value}
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_three_hundred_at_once_of_any_kind(server: ServerThread) -> None:
