@@ -107,6 +107,31 @@ def test_joined_chat_chunks_equal_the_whole_message(http: httpx.Client) -> None:
         assert content == choice["logprobs"]["content"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "안녕하세요, 무엇을 도와드릴까요? 오늘은 날씨가 좋습니다.",
+        "e\u0301x, n\u0303o, 🇰🇷🇩🇪 and 👩‍👩‍👧 👍🏽.",
+    ],
+)
+def test_a08_a10_no_character_is_lost_or_doubled_on_the_way(http: httpx.Client, text: str) -> None:
+    ids = smollm2_tokenizer().encode(text)
+    assert len(ids) > len(text) / 2, "this needs characters that are split over tokens"
+    body = {"model": "parrot", "max_tokens": 400, "stream": True}
+    chunks = events(http.post("/v1/completions", json={**body, "prompt": text}))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+    chat = [{"role": "user", "content": text}]
+    chunks = events(http.post("/v1/chat/completions", json={**body, "messages": chat}))
+    joined = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert f"\n{text}\n" in joined
+    assert "\ufffd" not in joined
+    body = {"model": "parrot", "input": text, "stream": True}
+    lines = http.post("/v1/responses", json=body).text.split("\n")
+    said = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    deltas = [e["delta"] for e in said if e["type"] == "response.output_text.delta"]
+    assert f"\n{text}\n" in "".join(deltas)
+
+
 def test_usage_comes_once_at_the_end_of_a_stream(http: httpx.Client) -> None:
     body = {"model": "parrot", "messages": CHAT, "stream": True}
     plain = events(http.post("/v1/chat/completions", json=body))

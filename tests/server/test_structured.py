@@ -102,11 +102,17 @@ def test_streamed_pieces_join_to_the_whole(client: openai.OpenAI) -> None:
         "response_format": PERSON,
         "seed": 4,
         "max_tokens": 60,
+        "n": 3,
     }
-    whole = client.chat.completions.create(**ask).choices[0]
-    pieces = [chunk.choices[0] for chunk in client.chat.completions.create(**ask, stream=True)]
-    assert "".join(piece.delta.content or "" for piece in pieces) == whole.message.content
-    assert pieces[-1].finish_reason == whole.finish_reason
+    whole = client.chat.completions.create(**ask).choices
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**ask, stream=True)]
+    for choice in whole:
+        pieces = [piece for piece in chunks if piece.index == choice.index]
+        assert "".join(piece.delta.content or "" for piece in pieces) == choice.message.content
+        assert pieces[-1].finish_reason == choice.finish_reason
+        if choice.finish_reason == "stop":
+            jsonschema.validate(json.loads(choice.message.content or ""), SCHEMA)
+    assert len({choice.message.content for choice in whole}) > 1, "each has a grammar of its own"
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [

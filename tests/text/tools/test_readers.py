@@ -106,7 +106,7 @@ def test_every_single_cut_of_one_answer(name: str, eager: bool) -> None:
         assert read(text, form, [cut]) == whole, text[:cut]
 
 
-def test_a38_arguments_token_by_token() -> None:
+def test_a38_a39b_arguments_in_pieces_of_any_size() -> None:
     arguments = '{"wd":23,"sd":0.8,"injection":"ZSJB39","module_id":"M62121G9142"}'
     text = f'<tool_call>\n{{"name": "now", "arguments": {arguments}}}\n</tool_call>'
     for form in (answer_format("hermes"), answer_format("hermes", eager=True)):
