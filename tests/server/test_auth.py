@@ -190,6 +190,26 @@ def test_admin_routes_need_an_admin_key_or_are_off(guarded: tuple[ServerThread, 
         assert httpx.get(f"{unguarded.url}/ready").status_code == 200
 
 
+def test_a_stored_response_is_its_keys_own(guarded: tuple[ServerThread, str]) -> None:
+    server, secret = guarded
+    mine, other = (
+        httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {key}"})
+        for key in (secret, "plain")
+    )
+    body = {"model": "parrot", "input": "one two"}
+    path = f"/v1/responses/{mine.post('/v1/responses', json=body).json()['id']}"
+    goes_on = {**body, "previous_response_id": path.rpartition("/")[2]}
+    for reply in (
+        other.get(path),
+        other.get(f"{path}/input_items"),
+        other.delete(path),
+        other.post("/v1/responses", json=goes_on),
+    ):
+        assert reply.status_code == 404, reply.text
+    assert mine.get(path).status_code == 200
+    assert mine.post("/v1/responses", json=goes_on).status_code == 200
+
+
 def test_keys_do_not_reach_the_engine_process(tmp_path: Path) -> None:
     """The command takes them out of the environment before it starts a child."""
     from lockstep.cli.serve import _keys
