@@ -60,7 +60,7 @@ def run(
         import lockstep.server  # noqa: F401
     except ModuleNotFoundError as error:
         raise typer.BadParameter(
-            f"{error.name} is not installed: pip install lockstep[server]"
+            f"{error.name} is not installed: pip install '.[server]' in Lockstep's folder"
         ) from None
     from rich.console import Console
 

@@ -138,7 +138,7 @@ def _gpu() -> list[Finding]:
     names = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     shown = "; ".join(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in names)
     if version is None:
-        detail = f"{shown}; Triton is missing: pip install 'lockstep[cuda]'"
+        detail = f"{shown}; Triton is missing: pip install '.[cuda]' in Lockstep's folder"
         return [Finding("GPU", Verdict.NOTE, detail)]
     return [Finding("GPU", Verdict.GOOD, f"{shown}; Triton {version}")]
 
@@ -147,7 +147,7 @@ def _server() -> list[Finding]:
     versions = {name: _version_of(name) for name in ("fastapi", "uvicorn")}
     missing = [name for name, version in versions.items() if version is None]
     if missing:
-        detail = f"{', '.join(missing)} missing: pip install 'lockstep[server]'"
+        detail = f"{', '.join(missing)} missing: pip install '.[server]' in Lockstep's folder"
         return [Finding("HTTP server", Verdict.NOTE, detail)]
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     return [Finding("HTTP server", Verdict.GOOD, shown)]

@@ -45,7 +45,11 @@ def new(
 
 
 @keys.command("list")
-def show(file: KeysFile = Path("keys.toml")) -> None:
+def show(
+    file: Annotated[Path, typer.Option("--file", "-f", help="The file of hashed keys.")] = Path(
+        "keys.toml"
+    ),
+) -> None:
     """Names, rights and limits; to take a key back, delete its table from the file."""
     from rich.console import Console
     from rich.table import Table

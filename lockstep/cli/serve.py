@@ -268,7 +268,7 @@ def serve(
         import lockstep.server  # noqa: F401
     except ModuleNotFoundError as error:
         raise typer.BadParameter(
-            f"{error.name} is not installed: pip install lockstep[server]"
+            f"{error.name} is not installed: pip install '.[server]' in Lockstep's folder"
         ) from None
     from lockstep.async_llm import AsyncLLM
     from lockstep.config import ServerConfig

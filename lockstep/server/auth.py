@@ -137,6 +137,11 @@ def read_keys(path: Path) -> list[Key]:
     """
     try:
         tables = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"the keys file {path} cannot be read: there is none; "
+            f"`lockstep keys new NAME --file {path}` makes it"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"the keys file {path} cannot be read: {error}") from None
     if set(tables) - {"key"} or not isinstance(tables.get("key", []), list):

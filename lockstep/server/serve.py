@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -24,6 +25,11 @@ log = logging.getLogger("lockstep.server")
 
 GRACE_SECONDS = 5  # for last bytes, after the answers have ended
 BACKLOG = 2048  # connections that the system keeps for us
+_ADDRESS_HINTS = {
+    errno.EADDRINUSE: "the port is in use; name another with --port, 0 takes a free one",
+    errno.EADDRNOTAVAIL: "this machine has no such address; name one of its own with --host",
+    errno.EACCES: "this user may not; name a port of 1024 or more with --port",
+}
 ACCEPTS = 16  # of them are taken in at once, so that `Connection` counts before the next come
 
 
@@ -31,10 +37,16 @@ def listen(config: ServerConfig) -> socket.socket:
     """A socket on the configured address; from here on connections queue.
 
     Raises:
-        OSError: the address is taken or not this machine's.
+        OSError: the address is taken or not this machine's; says what to do about it.
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        hint = _ADDRESS_HINTS.get(error.errno or 0)
+        if hint is None:
+            raise
+        raise OSError(f"cannot listen on {config.host}, port {config.port}: {hint}") from error
 
 
 def base_url(listener: socket.socket, config: ServerConfig | None = None) -> str:

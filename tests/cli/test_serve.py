@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from lockstep.cli.main import app
+from lockstep.config import ConfigError
 from lockstep.server.auth import read_keys
 from tests.cli.test_cli import COMMAND, ENVIRONMENT
 
@@ -38,6 +39,11 @@ def test_a_key_is_printed_alone_so_that_it_can_be_piped(tmp_path: Path) -> None:
     again = invoke("keys", "new", "alice", "-f", str(path))
     assert again.exit_code != 0
     assert len(read_keys(path)) == 2
+
+
+def test_a_missing_keys_file_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="lockstep keys new NAME --file"):
+        read_keys(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize(

@@ -233,3 +233,8 @@ def test_opening_imports_no_torch() -> None:
     subprocess.run(
         [sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[2]
     )
+
+
+def test_a_misspelt_packaged_name_is_told() -> None:
+    with pytest.raises(ModelError, match=r"did you mean smollm2\?"):
+        sources.locate("SmolM2")

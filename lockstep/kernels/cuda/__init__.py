@@ -34,6 +34,8 @@ def make_backend(device: str | torch.device = "cuda") -> TritonBackend:
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
-        raise ConfigError("the CUDA backend needs Triton: pip install 'lockstep[cuda]'") from error
+        raise ConfigError(
+            "the CUDA backend needs Triton: pip install '.[cuda]' in Lockstep's folder"
+        ) from error
 
     return TritonBackend(device)
