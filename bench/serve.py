@@ -344,8 +344,8 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def run(options: argparse.Namespace, limits: Limits, goal: Objective) -> list[str]:
-    """The jobs that need the model, and their tables."""
+def run(options: argparse.Namespace, goal: Objective) -> tuple[list[str], float]:
+    """The jobs that need the model: their tables, and the tokens of a prompt."""
     lines: list[str] = []
     with target_of(options) as (target, served):
         warm = asyncio.run(together(target, prompts(0, 4, options.words), 8))
@@ -355,7 +355,6 @@ def run(options: argparse.Namespace, limits: Limits, goal: Objective) -> list[st
         if "rates" in options.jobs:
             rows = rates(target, options, goal)
             lines += [*rates_table(rows, options, goal), ""]
-            lines += [limits_line(limits, options, tokens), ""]
         if "overhead" in options.jobs and served is not None:
             costs = overhead(served, target, options)
             title = f"{options.streams} streams of {options.new} tokens, from first to last"
@@ -364,7 +363,7 @@ def run(options: argparse.Namespace, limits: Limits, goal: Objective) -> list[st
             pairs = idle(served, target, options)
             named = {f"{count} idle connections": own for count, own in pairs.items()}
             lines += [*costs_table("Silent connections beside them, rounds in turn", named), ""]
-    return lines
+    return lines, tokens
 
 
 def main() -> int:
@@ -377,8 +376,11 @@ def main() -> int:
     print(f"load before: {os.getloadavg()[0]:.2f} (quiet is below 0.3)", flush=True)
     lines: list[str] = []
     if set(options.jobs) - {"scripted"}:
-        limits = measure(threads, "bfloat16")
-        lines += run(options, limits, Objective(options.ttft / 1000, options.tpot / 1000))
+        before = measure(threads, "bfloat16")
+        tables, tokens = run(options, Objective(options.ttft / 1000, options.tpot / 1000))
+        after = measure(threads, "bfloat16")
+        limits = Limits(max(before.read_bytes, after.read_bytes), max(before.flops, after.flops))
+        lines += [*tables, limits_line(limits, options, tokens), ""]
     if "scripted" in options.jobs:
         title = f"An engine that computes nothing, {options.streams} streams"
         lines += [*costs_table(title, scripted(options)), ""]
