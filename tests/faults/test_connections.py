@@ -88,6 +88,7 @@ def trickle(client: socket.socket, content: bytes) -> int:
     raise AssertionError("the server has taken it all")
 
 
+@pytest.mark.slow
 def test_a_client_that_stands_still_is_cut_off(server: Served) -> None:
     sent = {
         "nothing": b"",
@@ -113,6 +114,7 @@ def test_a_client_that_stands_still_is_cut_off(server: Served) -> None:
     assert read_reply(slow)[0] == 200
 
 
+@pytest.mark.slow
 def test_clients_that_do_not_read_hold_up_nobody_and_are_cut_off(server: Served) -> None:
     before = server.memory()
     many = 20  # what the system's own buffers take in does not stand still
@@ -131,6 +133,7 @@ def test_clients_that_do_not_read_hold_up_nobody_and_are_cut_off(server: Served)
     assert server.metrics()["requests_in_flight"] == 0
 
 
+@pytest.mark.slow
 def test_a_crowd_beyond_the_file_limit_leaves_room_for_the_rest(tmp_path: Path) -> None:
     with served(tmp_path, files=160) as server:
         crowd = [connect(server) for _ in range(120)]
@@ -164,15 +167,14 @@ def test_a_crowd_beyond_the_file_limit_leaves_room_for_the_rest(tmp_path: Path) 
         wait_until(lambda: server.post("/v1/completions", SHORT).status_code == 200)
 
 
-def test_a_thousand_idle_connections_cost_nothing(tmp_path: Path) -> None:
-    with served(tmp_path) as server:
-        crowd = [connect(server) for _ in range(1000)]
-        assert server.post("/v1/completions", SHORT).status_code == 200
-        before = server.cpu_seconds()
-        time.sleep(2.0)
-        assert server.cpu_seconds() - before < 0.2
-        for client in crowd:
-            client.close()
+def test_a_thousand_idle_connections_cost_nothing(server: Served) -> None:
+    crowd = [connect(server) for _ in range(1000)]
+    assert server.post("/v1/completions", SHORT).status_code == 200
+    before = server.cpu_seconds()
+    time.sleep(1.5)
+    assert server.cpu_seconds() - before < 0.2
+    for client in crowd:
+        client.close()
 
 
 def test_one_connection_goes_on_after_errors_and_takes_requests_ahead(server: Served) -> None:

@@ -23,6 +23,7 @@ def ask(url: str, stream: bool) -> Asking:
     return Asking(url, "/v1/completions", body)
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_replaced_and_a_stopped_server_blames_nobody(tmp_path: Path) -> None:
     with served(tmp_path, "slow", hang_seconds=2.0) as server:
         stopped = server.engine
@@ -65,6 +66,7 @@ async def test_a_long_prompt_is_no_hang() -> None:
     await llm.close()
 
 
+@pytest.mark.slow
 async def test_an_engine_that_hangs_while_it_starts_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
