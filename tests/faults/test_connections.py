@@ -117,7 +117,7 @@ def test_a_client_that_stands_still_is_cut_off(server: Served) -> None:
 @pytest.mark.slow
 def test_clients_that_do_not_read_hold_up_nobody_and_are_cut_off(server: Served) -> None:
     before = server.memory()
-    many = 20  # what the system's own buffers take in does not stand still
+    many = 80  # what the system's own buffers take in does not stand still
     body = {**SHORT, "prompt": WORDS, "max_tokens": 300, "n": 4, "logprobs": 5, "stream": True}
     clients = [connect(server)]
     for client in clients:
