@@ -50,3 +50,10 @@ class Call:
 
 
 current: ContextVar[Call | None] = ContextVar("call", default=None)
+
+
+def owner() -> str:
+    """Whose files, batches and stored responses the request may see: the name of its key; ""
+    stands for everybody, where there are no keys."""
+    call = current.get()
+    return call.key.name if call is not None and call.key is not None else ""

@@ -90,8 +90,6 @@ class FrontDoor:
         allowance: Allowance | None = None
         try:
             call.key = self._identify(headers, scope["path"])
-            # Whose files, batches and stored answers the routes may show.
-            scope.setdefault("state", {})["owner"] = call.key.name if call.key else ""
             if _asks_for_work(scope):
                 if self._operations.draining:
                     raise self._operations.refusal()

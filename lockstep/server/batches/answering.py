@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, closing
-from typing import Any
 
 from lockstep.server.batches.attempts import Sender
 from lockstep.server.batches.journal import Entry, Journal, Tokens
@@ -33,7 +32,7 @@ class Answering:
     """One pass over a file. Holds as many requests and results as the sender has places.
 
     Args:
-        state: what routes find in `request.state`.
+        owner: whose lines they are.
         disk: told what is wrong with the disk while results wait for it, and None after.
     """
 
@@ -42,14 +41,14 @@ class Answering:
         source: Source,
         journal: Journal,
         sender: Sender,
-        state: Mapping[str, Any],
+        owner: str,
         disk: Callable[[OSError | None], None],
         disk_pause: float = DISK_PAUSE,
     ) -> None:
         self._source = source
         self._journal = journal
         self._sender = sender
-        self._state = state
+        self._owner = owner
         self._disk = disk
         self._disk_pause = disk_pause
         self._stuck = False
@@ -115,7 +114,7 @@ class Answering:
         tokens: Tokens | None = None
         ok = False
         try:
-            status, reply = await self._sender.answer(source.endpoint, line.body, self._state)
+            status, reply = await self._sender.answer(source.endpoint, line.body, self._owner)
             ok = 200 <= status < 300
             row = answered(source.name, line, status, reply)
             tokens = Tokens(*tokens_used(reply)) if ok else None

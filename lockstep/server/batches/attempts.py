@@ -8,10 +8,9 @@ line that fails alone as often as it may is the cause, and its error is its answ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -22,7 +21,7 @@ FIRST_PAUSE = 0.25  # seconds; doubles
 LONGEST_PAUSE = 60.0
 READY_POLL = 0.1
 
-Post = Callable[[str, bytes, Mapping[str, Any]], Awaitable[tuple[int, bytes]]]
+Post = Callable[[str, bytes, str], Awaitable[tuple[int, bytes]]]  # of path, body and owner
 
 
 class Places:
@@ -61,15 +60,13 @@ class Sender:
     places: Places
     first_pause: float = FIRST_PAUSE
 
-    async def answer(
-        self, endpoint: str, body: bytes, state: Mapping[str, Any]
-    ) -> tuple[int, bytes]:
+    async def answer(self, endpoint: str, body: bytes, owner: str) -> tuple[int, bytes]:
         """Status and body of the last attempt."""
         failures = refusals = 0
         while True:
             async with self.places.take(alone=failures >= IN_COMPANY):
                 await self.until_ready()
-                status, reply = await self.post(endpoint, body, state)
+                status, reply = await self.post(endpoint, body, owner)
             if status == 429:
                 refusals += 1
             elif status not in (500, 503):

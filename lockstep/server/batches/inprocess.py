@@ -62,11 +62,11 @@ class InProcess:
         # Everything else that routes keep in the application's state is shared.
         self._app.state = State({**app.state._state, "service": background})
 
-    async def post(self, path: str, body: bytes, state: Mapping[str, Any]) -> tuple[int, bytes]:
+    async def post(self, path: str, body: bytes, owner: str) -> tuple[int, bytes]:
         """Status and body of the reply to a JSON body; cancelling the call ends the request.
 
         Args:
-            state: what routes find in `request.state`, as authentication would leave it.
+            owner: name of the key that the line belongs to; "" without keys.
         """
         scope: Scope = {
             "type": "http",
@@ -85,7 +85,6 @@ class InProcess:
             ],
             "client": ("batch", 0),
             "server": ("batch", 80),
-            "state": dict(state),
         }
         incoming: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         status = 500
@@ -105,7 +104,6 @@ class InProcess:
                 reply.extend(message.get("body", b""))
 
         # Nobody waits for the line, but it is somebody's: for accounts and for what it stores.
-        owner = state.get("owner", "")
         call = Call(
             id="", method="POST", path=path, key=Key(owner, "") if owner else None, ended=True
         )

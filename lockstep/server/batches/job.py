@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
 
 from lockstep.server.batches.answering import DISK_PAUSE, Answering
 from lockstep.server.batches.attempts import Sender
@@ -51,7 +50,6 @@ class BatchRun:
 
     Args:
         sender: waits for an engine, and gives what answers lines.
-        state: what routes find in `request.state`.
         served: the model of this server.
 
     Attributes:
@@ -64,7 +62,6 @@ class BatchRun:
         job: Job,
         sender: Callable[[], Awaitable[Sender]],
         *,
-        state: Mapping[str, Any],
         served: str,
         max_body: int,
         disk_pause: float = DISK_PAUSE,
@@ -73,7 +70,6 @@ class BatchRun:
         self._store = store
         self._job = job
         self._sender = sender
-        self._state = state
         self._served = served
         batch = job.batch
         path = store.content(batch.input_file_id)
@@ -178,7 +174,7 @@ class BatchRun:
             await asyncio.Event().wait()
         sender = await self._sender()
         answering = Answering(
-            self._source, journal, sender, self._state, self._disk, self._disk_pause
+            self._source, journal, sender, self._job.owner, self._disk, self._disk_pause
         )
         await answering.run()
 

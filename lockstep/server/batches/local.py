@@ -88,7 +88,7 @@ async def answer_file(
         if not checked.good:
             part.unlink()
             raise RequestError(_nothing(file, checked), field="file")
-        answering = Answering(source, journal, sender, {"owner": ""}, _raise)
+        answering = Answering(source, journal, sender, "", _raise)
         await _watched(answering, journal, checked.total, progress)
         await stoppable(lambda stop: _write(source, journal, out, stop))
         part.unlink()

@@ -13,6 +13,7 @@ from fastapi import Request as HTTPRequest
 from pydantic import Field, StringConstraints
 from starlette.responses import FileResponse, Response
 
+from lockstep.server import calls
 from lockstep.server.batches import upload
 from lockstep.server.batches.inprocess import batch_endpoints
 from lockstep.server.batches.objects import (
@@ -124,7 +125,7 @@ async def create_file(request: HTTPRequest) -> Response:
         _check_room(store.free_bytes(), request)
         form = await upload.receive(request, target, config.max_file_bytes)
         record = _record(file_id, form)
-        await to_the_end(store.add_file, record, _owner(request))
+        await to_the_end(store.add_file, record, calls.owner())
     except OSError as error:
         raise _storage(error) from error
     finally:
@@ -143,7 +144,7 @@ async def list_files(
     """This caller's files, newest first."""
     found = await _stored(
         _batches(request).store.files,
-        _owner(request),
+        calls.owner(),
         after=after,
         limit=limit + 1,
         order=order,
@@ -155,14 +156,14 @@ async def list_files(
 @router.get("/v1/files/{file_id}", responses=returns(FileObject))
 async def get_file(file_id: str, request: HTTPRequest) -> Response:
     """A file's name, size and times."""
-    return _json(await _stored(_batches(request).store.file, file_id, _owner(request)))
+    return _json(await _stored(_batches(request).store.file, file_id, calls.owner()))
 
 
 @router.get("/v1/files/{file_id}/content", responses=returns_other("application/jsonl", 206))
 async def get_file_content(file_id: str, request: HTTPRequest) -> Response:
     """A file's bytes."""
     store = _batches(request).store
-    record = await _stored(store.file, file_id, _owner(request))
+    record = await _stored(store.file, file_id, calls.owner())
     path = store.content(file_id)
     try:
         found = await to_the_end(path.stat)
@@ -176,7 +177,7 @@ async def get_file_content(file_id: str, request: HTTPRequest) -> Response:
 @router.delete("/v1/files/{file_id}", responses=returns(FileDeleted))
 async def delete_file(file_id: str, request: HTTPRequest) -> Response:
     """Forget a file."""
-    await _stored(_batches(request).store.delete_file, file_id, _owner(request))
+    await _stored(_batches(request).store.delete_file, file_id, calls.owner())
     return _json(FileDeleted(id=file_id))
 
 
@@ -204,7 +205,7 @@ async def create_batch(body: BatchBody, request: HTTPRequest) -> Response:
     keep = body.output_expires_after
     job = Job(
         batch=batch,
-        owner=_owner(request),
+        owner=calls.owner(),
         served=service_of(request).model_name,
         keep_seconds=None if keep is None else keep.seconds,
     )
@@ -221,7 +222,7 @@ async def list_batches(
 ) -> Response:
     """This caller's batches, newest first."""
     batches = _batches(request)
-    found = await _stored(batches.store.batches, _owner(request), after=after, limit=limit + 1)
+    found = await _stored(batches.store.batches, calls.owner(), after=after, limit=limit + 1)
     return _json(Page.of([batches.describe(batch) for batch in found], limit))
 
 
@@ -229,7 +230,7 @@ async def list_batches(
 async def get_batch(batch_id: str, request: HTTPRequest) -> Response:
     """A batch as it stands."""
     batches = _batches(request)
-    batch = await _stored(batches.store.batch, batch_id, _owner(request))
+    batch = await _stored(batches.store.batch, batch_id, calls.owner())
     return _json(batches.describe(batch))
 
 
@@ -237,7 +238,7 @@ async def get_batch(batch_id: str, request: HTTPRequest) -> Response:
 async def cancel_batch(batch_id: str, request: HTTPRequest) -> Response:
     """Answer no more lines; those that have an answer keep it."""
     batches = _batches(request)
-    batch = await _stored(batches.store.change_batch, batch_id, _owner(request), _cancel)
+    batch = await _stored(batches.store.change_batch, batch_id, calls.owner(), _cancel)
     batches.cancel(batch_id)
     return _json(batches.describe(batch))
 
@@ -314,12 +315,6 @@ def _check_room(free: int, request: HTTPRequest) -> None:
     wanted = int(declared) if declared.isdigit() else 0
     if free - wanted < RESERVE_BYTES:
         raise OSError(errno.ENOSPC, f"{free} bytes are left, {RESERVE_BYTES} are kept for results")
-
-
-def _owner(request: HTTPRequest) -> str:
-    """Whose files and batches a request may see: its key's, or everybody's without keys."""
-    owner: str = getattr(request.state, "owner", "")
-    return owner
 
 
 def _batches(request: HTTPRequest) -> Batches:

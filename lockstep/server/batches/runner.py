@@ -127,7 +127,6 @@ class Batches:
             self.store,
             job,
             self._ready_sender,
-            state={"owner": job.owner},
             served=self._service.model_name,
             max_body=self._config.max_body_bytes,
         )

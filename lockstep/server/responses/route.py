@@ -42,7 +42,7 @@ def make_store(config: ServerConfig) -> ResponseStore:
 @router.post("", responses=returns(Response, event=AnyEvent))
 async def create_response(body: ResponseBody, request: HTTPRequest) -> HTTPResponse:
     """The model's next items in a conversation."""
-    submitting = Call.submit(service_of(request), _store(request), _owner(), body)
+    submitting = Call.submit(service_of(request), _store(request), calls.owner(), body)
     call = await until_disconnect(request, submitting)
     if body.stream:
         return FrameStream(_frames(call.stream()), call.cancel)
@@ -56,7 +56,7 @@ async def create_response(body: ResponseBody, request: HTTPRequest) -> HTTPRespo
 @router.post("/input_tokens", responses=returns(InputTokens))
 async def count_input_tokens(body: ResponseBody, request: HTTPRequest) -> HTTPResponse:
     """How many tokens the model would read; nothing is computed."""
-    tokens = await count(service_of(request), _store(request), _owner(), body)
+    tokens = await count(service_of(request), _store(request), calls.owner(), body)
     return _json(replies.encode(InputTokens(input_tokens=tokens)))
 
 
@@ -72,7 +72,7 @@ async def get_response(
             field="stream",
             code="unsupported_parameter",
         )
-    reply = _store(request).reply(_owner(), response_id)
+    reply = _store(request).reply(calls.owner(), response_id)
     if reply is None:
         raise _unknown(response_id)
     return _json(reply)
@@ -81,7 +81,7 @@ async def get_response(
 @router.delete("/{response_id}", responses=returns(Deleted))
 async def delete_response(response_id: str, request: HTTPRequest) -> HTTPResponse:
     """Forget a stored response. What was built on it keeps the conversation."""
-    if not _store(request).delete(_owner(), response_id):
+    if not _store(request).delete(calls.owner(), response_id):
         raise _unknown(response_id)
     return _json(replies.encode(Deleted(id=response_id)))
 
@@ -89,7 +89,7 @@ async def delete_response(response_id: str, request: HTTPRequest) -> HTTPRespons
 @router.post("/{response_id}/cancel")
 async def cancel_response(response_id: str, request: HTTPRequest) -> HTTPResponse:
     """Always refused: what is stored has ended, and nothing runs in the background."""
-    if _store(request).reply(_owner(), response_id) is None:
+    if _store(request).reply(calls.owner(), response_id) is None:
         raise _unknown(response_id)
     raise RequestError(
         f"the response {response_id!r} has ended; to cancel one under way, close its connection",
@@ -107,7 +107,7 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
 ) -> HTTPResponse:
     """What the model read for a stored response, the conversation before it included."""
-    turn = _store(request).turn(_owner(), response_id)
+    turn = _store(request).turn(calls.owner(), response_id)
     if turn is None:
         raise _unknown(response_id)
     found = turn.inputs()
@@ -137,12 +137,6 @@ async def _frames(steps: AsyncGenerator[list[Event], None]) -> AsyncGenerator[by
 def _store(request: HTTPRequest) -> ResponseStore:
     store: ResponseStore = request.app.state.responses
     return store
-
-
-def _owner() -> str:
-    """Whose responses a request may see: those of its key, or everybody's without keys."""
-    call = calls.current.get()
-    return call.key.name if call is not None and call.key is not None else ""
 
 
 def _unknown(response_id: str) -> NotFound:

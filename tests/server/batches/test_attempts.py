@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +24,7 @@ class Engine:
         self.company: dict[bytes, list[int]] = {}  # lines beside it, at each attempt
         self._death = asyncio.Event()
 
-    async def post(self, path: str, body: bytes, state: Mapping[str, Any]) -> tuple[int, bytes]:
+    async def post(self, path: str, body: bytes, owner: str) -> tuple[int, bytes]:
         if not self.up:
             return 503, b'{"error":{"message":"restarting","code":"engine_unavailable"}}'
         self.inside.add(body)
@@ -64,7 +62,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _all(sender: Sender, lines: list[bytes]) -> list[tuple[int, bytes]]:
-    return list(await asyncio.gather(*(sender.answer("/", line, {}) for line in lines)))
+    return list(await asyncio.gather(*(sender.answer("/", line, "") for line in lines)))
 
 
 @given(st.integers(1, 30), st.integers(1, 8), st.sets(st.integers(0, 29), max_size=3))
@@ -104,34 +102,34 @@ async def test_an_engine_that_is_away_for_long_fails_no_line() -> None:
 async def test_attempts_are_bounded(status: int, body: bytes, expected: int) -> None:
     calls = 0
 
-    async def post(path: str, sent: bytes, state: Mapping[str, Any]) -> tuple[int, bytes]:
+    async def post(path: str, sent: bytes, owner: str) -> tuple[int, bytes]:
         nonlocal calls
         calls += 1
         return status, body
 
     sender = Sender(post, lambda: True, Places(3), first_pause=0.0001)
-    assert await sender.answer("/", b"", {}) == (status, body)
+    assert await sender.answer("/", b"", "") == (status, body)
     assert calls == expected
 
 
 @pytest.mark.parametrize("status", [200, 400, 404, 413, 422])
 async def test_an_answer_is_an_answer(status: int) -> None:
-    async def post(path: str, sent: bytes, state: Mapping[str, Any]) -> tuple[int, bytes]:
+    async def post(path: str, sent: bytes, owner: str) -> tuple[int, bytes]:
         return status, b"x"
 
-    assert await Sender(post, lambda: True, Places(1)).answer("/", b"", {}) == (status, b"x")
+    assert await Sender(post, lambda: True, Places(1)).answer("/", b"", "") == (status, b"x")
 
 
 async def test_being_turned_away_by_a_drain_is_no_failure() -> None:
     left = 3 * (IN_COMPANY + ALONE)
 
-    async def post(path: str, sent: bytes, state: Mapping[str, Any]) -> tuple[int, bytes]:
+    async def post(path: str, sent: bytes, owner: str) -> tuple[int, bytes]:
         nonlocal left
         left -= 1
         return (200, b"ok") if left == 0 else (503, b'{"error":{"code":"draining"}}')
 
     sender = Sender(post, lambda: True, Places(1), first_pause=0.0001)
-    assert await sender.answer("/", b"", {}) == (200, b"ok")
+    assert await sender.answer("/", b"", "") == (200, b"ok")
 
 
 async def test_alone_means_alone_and_places_come_back_when_cancelled() -> None:

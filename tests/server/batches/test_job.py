@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class World:
     def batch(self) -> BatchObject:
         return self.store.batch(self.batch_id, "")
 
-    async def post(self, path: str, body: bytes, state: Mapping[str, Any]) -> tuple[int, bytes]:
+    async def post(self, path: str, body: bytes, owner: str) -> tuple[int, bytes]:
         assert path == URL
         prompt = json.loads(body).get("prompt")
         self.posted[prompt] += 1
@@ -106,9 +106,7 @@ class World:
         async def sender() -> Sender:
             return made
 
-        return BatchRun(
-            self.store, job, sender, state={}, served=served, max_body=1000, disk_pause=0.01
-        )
+        return BatchRun(self.store, job, sender, served=served, max_body=1000, disk_pause=0.01)
 
     async def run(self) -> BatchObject:
         await asyncio.wait_for(self.make_run().run(), 20)
