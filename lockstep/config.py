@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from lockstep.types import LockstepError
@@ -10,6 +12,18 @@ from lockstep.types import LockstepError
 
 class ConfigError(LockstepError, ValueError):
     """A setting out of range: the message names the setting, the value and the limit."""
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels and assembled files lie between runs.
+
+    `$LOCKSTEP_CACHE_DIR`, else `lockstep` in `$XDG_CACHE_HOME`, else in `~/.cache`.
+    """
+    own = os.environ.get("LOCKSTEP_CACHE_DIR")
+    if own:
+        return Path(own)
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "lockstep"
 
 
 def _at_least(name: str, value: int, low: int) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config import cache_folder
+
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 600
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".cpp", ".h", ".sh", ".yaml"}
@@ -214,3 +216,14 @@ def test_a_wheel_carries_the_kernels_and_nothing_else(tmp_path: Path) -> None:
     assert package == {str(path.relative_to(ROOT)) for path in tracked}
     assert any(name.endswith(".cpp") for name in package)
     assert all(name.startswith("lockstep/") or ".dist-info/" in name for name in held)
+
+
+def test_one_rule_says_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCKSTEP_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert cache_folder() == Path("/home/ada/.cache/lockstep")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/ada")
+    assert cache_folder() == Path("/var/cache/ada/lockstep")
+    monkeypatch.setenv("LOCKSTEP_CACHE_DIR", "/data/kernels")
+    assert cache_folder() == Path("/data/kernels")

@@ -8,13 +8,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
-import os
 import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.config import cache_folder
 from lockstep.types import ModelError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -59,12 +59,6 @@ PACKAGED_MODELS = (
         "Gemma 3 270M, text completion, 32768 tokens of context (4-bit GGUF, 253 MB)",
     ),
 )
-
-
-def cache_folder() -> Path:
-    """Where assembled files are kept: `$XDG_CACHE_HOME/lockstep`, else `~/.cache/lockstep`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "lockstep"
 
 
 def locate(name: str) -> Path:

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.config import ConfigError
+from lockstep.config import ConfigError, cache_folder
 
 _HERE = Path(__file__).parent
 _FLAGS = (
@@ -51,12 +51,6 @@ class Library:
     path: Path
     compiler: str
     sources: str
-
-
-def cache_dir() -> Path:
-    """Where compiled libraries lie: LOCKSTEP_CACHE_DIR, else ~/.cache/lockstep."""
-    override = os.environ.get("LOCKSTEP_CACHE_DIR")
-    return Path(override) if override else Path.home() / ".cache" / "lockstep"
 
 
 def find_compiler() -> list[str] | None:
@@ -145,7 +139,7 @@ def build_library(folder: Path = _HERE) -> Library:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     source_hash = digest.hexdigest()[:12]
     digest.update("\n".join([*_FLAGS, *compiler, version, _cpu_identity()]).encode())
-    cache = cache_dir()
+    cache = cache_folder()
     target = cache / f"kernels-{digest.hexdigest()[:24]}.so"
     if not target.exists():
         try:
