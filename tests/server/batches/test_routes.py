@@ -490,6 +490,23 @@ def test_keys_see_their_own_files_and_batches_only(tmp_path: Path) -> None:
             nobody.files.list()
 
 
+def test_a_response_of_a_line_is_its_keys_own() -> None:
+    keys = ("first-key", "second-key")
+    body = {"model": "parrot", "input": "one two"}
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": body}
+    with (
+        ServerThread(fake_llm, api_keys=keys) as server,
+        connect(server, keys[0]) as mine,
+        connect(server, keys[1]) as other,
+    ):
+        batch = finish(mine, start(mine, jsonl(row), endpoint="/v1/responses").id)
+        (answer,) = content(mine, batch.output_file_id)
+        response_id = answer["response"]["body"]["id"]
+        assert mine.responses.retrieve(response_id).id == response_id
+        with pytest.raises(openai.NotFoundError):
+            other.responses.retrieve(response_id)
+
+
 # --- faults of the engine --------------------------------------------------------------------
 
 
