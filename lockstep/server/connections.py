@@ -11,14 +11,17 @@ import asyncio
 import json
 import resource
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LOOK_SECONDS = 1.0
 SPARE_FILES = 128  # for what is no connection (the engine's pipes, files), and for what knocks
 LEAST_CONNECTIONS = 8
+LINGER_SECONDS = 2.0
 
 
 def raise_file_limit() -> None:
@@ -47,14 +50,20 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Refuse the connection if there are too many."""
         super().connection_made(transport)
+        self.transport = _Lingering(transport, self.loop, self._is_sent_to)  # type: ignore[assignment]
         if len(self.connections) > connection_limit():
             transport.write(_reply(503, "there are too many connections", "too_many_connections"))
             transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Count, and hand on."""
+        """Count, and hand on what somebody still wants."""
         self.heard += len(data)
-        super().data_received(data)
+        if not self.transport.is_closing():
+            super().data_received(data)
+
+    def _is_sent_to(self) -> bool:
+        """Whether the client may be in the middle of sending."""
+        return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP gets its error in the shape of all others."""
@@ -71,6 +80,47 @@ class Connection(H11Protocol):
         if cycle.more_body and not self.flow.read_paused:
             return "body", self.heard
         return "", None
+
+
+class _Lingering:
+    """A transport that ends a connection without taking the last answer back.
+
+    A socket that is closed with bytes of its client unread resets the connection, and the
+    client loses what it had not read yet: the very error that says why its long body is not
+    wanted. So while the client may be sending, only this side is shut; what still comes is
+    read and dropped until the client is done or `LINGER_SECONDS` are over (RFC 9112, 9.6).
+    TLS has no half-closed state and closes at once.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        is_sent_to: Callable[[], bool],
+    ) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._is_sent_to = is_sent_to
+        self._closing = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """Whether nothing more is read or written for anybody."""
+        return self._closing or self._transport.is_closing()
+
+    def close(self) -> None:
+        """End the connection; calling again does nothing."""
+        if self.is_closing():
+            return
+        self._closing = True
+        if not self._transport.can_write_eof() or not self._is_sent_to():
+            self._transport.close()
+            return
+        self._transport.write_eof()  # after what is still to be written
+        self._transport.resume_reading()
+        self._loop.call_later(LINGER_SECONDS, self._transport.close)
 
 
 @dataclass(slots=True)

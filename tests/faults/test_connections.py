@@ -270,3 +270,30 @@ def test_clients_that_leave_are_no_errors_in_the_log(server: Served) -> None:
     left = [each for each in server.log if each.get("status") == 499]
     assert len(left) >= 5
     assert not [each for each in left if "error" in each]
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status", "code"),
+    [
+        (b"x" * 8_000_000, (), b"413", b"request_too_large"),
+        (b"x" * 3_000_000, ("Content-Encoding: gzip",), b"415", b"unsupported_content_encoding"),
+    ],
+)
+def test_an_answer_to_a_body_that_nobody_wants_is_not_taken_back(
+    server: Served, content: bytes, headers: tuple[str, ...], status: bytes, code: bytes
+) -> None:
+    """Closing with bytes unread would reset the connection, and the client lose the answer."""
+    for _ in range(5):
+        with connect(server) as client:
+            client.sendall(raw_request(content, "Connection: close", *headers))
+            found = b""
+            while piece := client.recv(65536):  # raises when the connection is reset
+                found += piece
+        assert found.split()[1] == status
+        assert code in found
+    started = time.monotonic()
+    with connect(server) as client:
+        client.sendall(raw_request(content, "Connection: close", *headers)[: len(content) // 2])
+        assert read_to_end(client).split()[1] == status
+        assert time.monotonic() - started < 10
+    wait_until(lambda: server.get("/health").status_code == 200)
