@@ -56,12 +56,7 @@ def run(
     Stopped at any moment, the same command goes on where it was. Ends with status 1 when
     rows hold errors.
     """
-    try:
-        import lockstep.server  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(
-            f"{error.name} is not installed: pip install '.[server]' in Lockstep's folder"
-        ) from None
+    options.require_server()
     from rich.console import Console
 
     from lockstep.async_llm import AsyncLLM

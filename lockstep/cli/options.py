@@ -60,6 +60,16 @@ Stop = Annotated[
 ]
 
 
+def require_server() -> None:
+    """End the command with a hint where the server's own dependencies are missing."""
+    try:
+        import lockstep.server  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(
+            f"{error.name} is not installed: pip install '.[server]' in Lockstep's folder"
+        ) from None
+
+
 def engine_settings(
     *,
     dtype: str,

@@ -264,12 +264,7 @@ def serve(
     cache_mb: options.CacheMegabytes = 0,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect it."""
-    try:
-        import lockstep.server  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(
-            f"{error.name} is not installed: pip install '.[server]' in Lockstep's folder"
-        ) from None
+    options.require_server()
     from lockstep.async_llm import AsyncLLM
     from lockstep.config import ServerConfig
 

@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.text.tools import hermes
 from lockstep.text.tools.base import Function
+from lockstep.text.tools.marked import END, START
 from lockstep.text.tools.mistral import short_id
 from lockstep.types import RequestError
 
@@ -129,7 +129,7 @@ def _written(call: Message) -> str:
     function = call["function"]
     arguments = json.dumps(_object(function["arguments"]), ensure_ascii=False)
     name = json.dumps(function["name"])
-    return f'{hermes.START}\n{{"name": {name}, "arguments": {arguments}}}\n{hermes.END}'
+    return f'{START}\n{{"name": {name}, "arguments": {arguments}}}\n{END}'
 
 
 def _tell(messages: list[dict[str, Any]], text: str) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 from lockstep.text.events import CallOpened, CallText, Reader
 from lockstep.text.grammar import json_rule, literal
-from lockstep.text.tools.base import CallReader, Function, ToolFormat
+from lockstep.text.tools.base import CallReader, Function
+from lockstep.text.tools.marked import END, START, MarkedFormat
 from lockstep.text.tools.rules import ANY_TEXT, Rules, any_of
 
-START, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _LONGEST_NAME = 256
@@ -169,34 +169,22 @@ def _refuse(constant: str) -> None:
     raise ValueError(constant)
 
 
-class QwenCoderFormat(ToolFormat):
+class QwenCoderFormat(MarkedFormat):
     """Elements within elements."""
 
     name = "qwen3_coder"
-    special = (START, END)
 
     def reader(self, functions: Sequence[Function], *, eager: bool) -> Reader:
         """As `ToolFormat.reader`; arguments come a parameter at a time."""
         return _CoderReader(functions, eager=eager)
 
-    def calls(self, rules: Rules, functions: Sequence[Function], *, several: bool) -> str:
-        """As `ToolFormat.calls`."""
-        call = rules.rule(f"{rules.marker(START)} {_body(rules, functions)}")
-        return f'{call} ("\\n" {call})*' if several else call
-
-    def mixed(self, rules: Rules, functions: Sequence[Function], *, several: bool) -> str:
-        """As `ToolFormat.mixed`."""
-        text = rules.terminal(ANY_TEXT)
-        call = rules.rule(f"{rules.until(START)} {_body(rules, functions)}")
-        return f"{call}* {text}" if several else any_of(text, call)
-
-
-def _body(rules: Rules, functions: Sequence[Function]) -> str:
-    calls = [
-        f"{literal(f'{chr(10)}{FUNCTION}{function.name}>{chr(10)}')} {_parameters(rules, function)}"
-        for function in functions
-    ]
-    return f"{any_of(*calls)} {literal(FUNCTION_END + chr(10))} {rules.marker(END)}"
+    def body(self, rules: Rules, functions: Sequence[Function]) -> str:
+        """As `MarkedFormat.body`."""
+        calls = []
+        for function in functions:
+            opening = literal(f"\n{FUNCTION}{function.name}>\n")
+            calls.append(f"{opening} {_parameters(rules, function)}")
+        return f"{any_of(*calls)} {literal(FUNCTION_END + chr(10))} {rules.marker(END)}"
 
 
 def _parameters(rules: Rules, function: Function) -> str:

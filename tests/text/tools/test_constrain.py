@@ -80,6 +80,24 @@ def written(name: str, calls: list[Call]) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_free_text_is_an_argument(
+    compiler: GrammarCompiler, smollm2: Tokenizer, name: str
+) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"text": {"type": "string"}},
+        "required": ["text"],
+        "additionalProperties": False,
+    }
+    note = Function("note", "", parameters, strict=True)
+    grammar = constrain(form(name, (note,)), ToolChoice("required"), None, {})
+    text = write(name, [("note", {"text": "Buy milk"})]).replace("'Buy milk'", '"Buy milk"')
+    assert passes(start(compiler, grammar, smollm2), smollm2, text) == (text, True)
+    wrong = text.replace("text", "title")
+    assert passes(start(compiler, grammar, smollm2), smollm2, wrong)[0] != wrong
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("mode", ["required", "auto"])
 def test_calls_pass_and_others_do_not(
     compiler: GrammarCompiler, smollm2: Tokenizer, name: str, mode: str
