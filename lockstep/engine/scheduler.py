@@ -23,7 +23,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from lockstep.cache import Match, PrefixCache, StepJournal
 from lockstep.cache.tree import common_prefix
@@ -37,9 +36,6 @@ from lockstep.types import (
     SequenceOutput,
     TokenLogprob,
 )
-
-if TYPE_CHECKING:
-    pass
 
 WORTH_WAITING = 20
 """A sequence waits for a prefix that another one computes if that saves it at least one
