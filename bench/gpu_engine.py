@@ -111,13 +111,24 @@ class Bench:
         torch.cuda.synchronize()
         return time.perf_counter() - begin
 
-    def decode(self, batch: int, context: int, steps: int) -> None:
-        """Median wall time of a decode step, and of what the device did in it."""
+    def decoding(self, batch: int, context: int) -> Engine:
+        """An engine that decodes `batch` sequences, its graphs captured."""
         engine = self.engine()
         self.submit(engine, [self.ids(context) for _ in range(batch)], 4 * context)
         full = 0
         while full < 4:  # prompts, then some steps that capture
             full += len(engine.step()) == batch
+        return engine
+
+    def stop(self, engine: Engine) -> None:
+        """Let go of all that the engine still has to do."""
+        for name in list(engine._scheduler.requests):
+            engine.cancel(name)
+        self.drain(engine)
+
+    def decode(self, batch: int, context: int, steps: int) -> None:
+        """Median wall time of a decode step, and of what the device did in it."""
+        engine = self.decoding(batch, context)
         walls = []
         for _ in range(steps):
             begin = time.perf_counter()
@@ -126,9 +137,7 @@ class Bench:
         wall = median(walls)
         floor = self.work.decode(batch, context + steps / 2)
         device = self.device_time(engine)
-        for name in list(engine._scheduler.requests):
-            engine.cancel(name)
-        self.drain(engine)
+        self.stop(engine)
         self.show(
             f"decode step, batch {batch}, context {context}", wall, floor,
             f"{batch / wall:9.0f} tok/s  device {device * 1e3:6.2f} ms, "

@@ -1,9 +1,9 @@
 """Splits decode steps or prefill of the real engine into kernels: count, time and share a step.
 
-    python -m bench.profile [--batch 64] [--context 1024] [--length 4000] [--shape qwen3-8b]
+    python -m bench.profile [--batch 1 64] [--context 1024] [--length 4000] [--shape qwen3-8b]
 
-With --length it profiles that prompt's prefill instead. Beside the table stands the least
-time of the whole step, from bytes and operations (`gpu_engine.Work`).
+One table a batch, and one for the prefill of a prompt of --length tokens. Beside each stands
+the least time of the whole step, from bytes and operations (`gpu_engine.Work`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,38 @@ from torch.profiler import ProfilerActivity, profile
 from bench.gpu_engine import Bench
 from bench.random_model import random_model
 from bench.shapes import SHAPES
+from lockstep.engine.loop import Engine
 from lockstep.kernels.cuda import make_backend
 from lockstep.runner.runner import Runner
 
 STEPS = 5
 
 
+def table(bench: Bench, engine: Engine, steps: int, floor: float) -> None:
+    """Profile `steps` steps and print their kernels, the costliest first."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    bench.stop(engine)
+    events = [e for e in trace.key_averages() if e.self_device_time_total > 0]
+    events.sort(key=lambda e: -e.self_device_time_total)
+    total = sum(e.self_device_time_total for e in events) / steps
+    print(f"{'kernel':<60}{'calls':>8}{'us':>10}{'share':>8}")
+    for event in events:
+        took = event.self_device_time_total / steps
+        print(f"{event.key[:58]:<60}{event.count / steps:>8.0f}{took:>10.1f}{took / total:>8.1%}")
+    print(
+        f"device time {total / 1e3:.2f} ms, limit {floor * 1e3:.2f} ms ({floor * 1e6 / total:.1%})",
+        flush=True,
+    )
+
+
 def main() -> None:
-    """Run the step to be profiled, then print its kernels, the costliest first."""
+    """Parse the choice of steps, build the model, print one table a choice."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batch", type=int, nargs="*", default=[64])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--length", type=int, default=0)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
@@ -39,32 +61,17 @@ def main() -> None:
         max_sequences=256,
     )
     bench = Bench(runner)
-    engine = bench.engine()
+    for batch in options.batch:
+        print(f"decode, batch {batch}, context {options.context}")
+        engine = bench.decoding(batch, options.context)
+        table(bench, engine, STEPS, bench.work.decode(batch, options.context))
     if options.length:
-        bench.submit(engine, [bench.ids(options.length)], 1)
-        bench.drain(engine)  # compiles
-        bench.submit(engine, [bench.ids(options.length)], 1)
-        steps, floor = 1, bench.work.prefill(1, options.length)
-    else:
-        bench.submit(engine, [bench.ids(options.context)] * options.batch, 4 * options.context)
-        full = 0
-        while full < 4:  # prompts, then some steps that capture
-            full += len(engine.step()) == options.batch
-        steps, floor = STEPS, bench.work.decode(options.batch, options.context)
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        for _ in range(steps):
-            engine.step()
-        torch.cuda.synchronize()
-    events = [e for e in trace.key_averages() if e.self_device_time_total > 0]
-    events.sort(key=lambda e: -e.self_device_time_total)
-    total = sum(e.self_device_time_total for e in events) / steps
-    print(f"{'kernel':<60}{'calls':>8}{'us':>10}{'share':>8}")
-    for event in events:
-        took = event.self_device_time_total / steps
-        print(f"{event.key[:58]:<60}{event.count / steps:>8.0f}{took:>10.1f}{took / total:>8.1%}")
-    print(
-        f"device time {total / 1e3:.2f} ms, limit {floor * 1e3:.2f} ms ({floor * 1e6 / total:.1%})"
-    )
+        print(f"prefill of {options.length}")
+        engine = bench.engine()
+        for _ in range(2):  # the first compiles
+            bench.drain(engine)
+            bench.submit(engine, [bench.ids(options.length)], 1)
+        table(bench, engine, 1, bench.work.prefill(1, options.length))
 
 
 if __name__ == "__main__":

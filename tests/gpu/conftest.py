@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from lockstep.kernels.contract import Backend
 from lockstep.kernels.plain import PlainBackend
+from lockstep.weights import Checkpoint, open_checkpoint
 
 HERE = Path(__file__).parent
 
@@ -33,3 +35,13 @@ def gpu() -> Backend:
 @pytest.fixture(scope="session")
 def control() -> Backend:
     return PlainBackend("cuda")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Checkpoint:
+    """The real weights: carried in as a file, or from the package that holds them."""
+    carried = os.environ.get("LOCKSTEP_SMOLLM2", "")
+    try:
+        return open_checkpoint(carried or "smollm2")
+    except Exception as error:
+        pytest.skip(f"SmolLM2's weights are not here (LOCKSTEP_SMOLLM2 names a GGUF file): {error}")

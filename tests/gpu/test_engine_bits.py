@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import struct
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from lockstep.kernels.contract import Backend
 from lockstep.model import load_model
 from lockstep.runner.runner import Runner
 from lockstep.types import FinishReason, Request, SamplingParams
-from lockstep.weights import Checkpoint, open_checkpoint
+from lockstep.weights import Checkpoint
 from tests.kernels.support import DTYPES
 from tests.model.tiny import TINY, build_oracle, probe_of, save
 from tests.runner.test_bits import TOKENS, differing_rows
@@ -149,16 +148,6 @@ def test_the_control_moves(control: Backend, tmp_path: Path) -> None:
     checkpoint = save(build_oracle("llama"), tmp_path)
     moved = [differing_rows(probe_of(checkpoint, dtype, control), TOKENS) for dtype in DTYPES]
     assert any(sum(found.values()) for found in moved), "cuBLAS and SDPA passed"
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Checkpoint:
-    """The real weights: carried in as a file, or from the package that holds them."""
-    carried = os.environ.get("LOCKSTEP_SMOLLM2", "")
-    try:
-        return open_checkpoint(carried or "smollm2")
-    except Exception as error:
-        pytest.skip(f"SmolLM2's weights are not here (LOCKSTEP_SMOLLM2 names a GGUF file): {error}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
