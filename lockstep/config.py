@@ -164,12 +164,43 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BranchOptions:
+    """Decision branches.
+
+    Attributes:
+        load: (name, folder) of branches that are there from the start.
+        depth: how far a context's rows go for a decision alone: "full" through all layers, so
+            that a later answer finds them, or "exit" to the branch's exit, which is less work.
+        keep_activations: keep what enters a `context` branch's fork, so that another decision
+            over the same context computes the branch's layers alone.
+        keep_tails: keep a `context` branch's own keys and values after its decision, as long as
+            there is room.
+    """
+
+    load: tuple[tuple[str, str], ...] = ()
+    depth: Literal["full", "exit"] = "full"
+    keep_activations: bool = False
+    keep_tails: bool = False
+
+    def __post_init__(self) -> None:
+        if self.depth not in ("full", "exit"):
+            raise ConfigError(f"branch_depth must be full or exit, got {self.depth!r}")
+        _boolean("keep_activations", self.keep_activations)
+        _boolean("keep_tails", self.keep_tails)
+        names = [name for name, _ in self.load]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"branches: {twice!r} is named twice")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything an engine needs to start."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    branches: BranchOptions = field(default_factory=BranchOptions)
 
 
 # "auto" is what the model's chat template is written for; docs/tools.md has the formats.

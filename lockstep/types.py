@@ -36,6 +36,7 @@ class ModelError(LockstepError, ValueError):
 class FinishReason(StrEnum):
     """Why a sequence ended. The values are the OpenAI wire names where one exists."""
 
+    GATE = "gate"  # the request's gate stayed closed: nothing was written
     STOP = "stop"  # an end-of-sequence token, a stop token id or a stop string
     LENGTH = "length"  # max_tokens, or the model's context is full
     CANCELLED = "cancelled"  # the client went away or asked for it
@@ -259,6 +260,61 @@ Pooling = Literal["", "last", "mean"]
 
 
 @dataclass(frozen=True, slots=True)
+class GateProbe:
+    """One reading of a gate: the request's prompt, `suffix`, and `path` behind it.
+
+    Attributes:
+        suffix: ids behind the prompt, up to where an answer begins.
+        path, wanted: as `options.Probe`; empty where a branch's head is read.
+    """
+
+    suffix: tuple[int, ...]
+    path: tuple[int, ...] = ()
+    wanted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Decide first; write only if the decision says so. The prompt is computed once for both.
+
+    Attributes:
+        branch: the loaded branch whose head decides; "" is the trunk's own head.
+        probes: what to read: one for a branch, as many as the options need for the trunk.
+        sequences: token path of each option, for the trunk's head.
+        outputs: index of each option's output of the branch's head.
+        headers: for each option the ids behind the prompt with which writing begins, None
+            where the gate stays closed.
+        thresholds, temperature: see `options.choose` and `options.normalise`; one threshold
+            an option.
+    """
+
+    branch: str
+    probes: tuple[GateProbe, ...]
+    headers: tuple[tuple[int, ...] | None, ...]
+    thresholds: tuple[float | None, ...]
+    sequences: tuple[tuple[int, ...], ...] = ()
+    outputs: tuple[int, ...] = ()
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GateOutcome:
+    """What a gate decided.
+
+    Attributes:
+        chosen: index of the winning option.
+        logprobs: of each option, as `decisions.OptionScores`; of a branch normalised over the
+            options alone at temperature 1.
+        probabilities, mass: as `decisions.Decision`.
+    """
+
+    chosen: int
+    logprobs: tuple[float, ...]
+    probabilities: tuple[float, ...]
+    mass: float
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One request as the engine takes it: token ids, never text.
 
@@ -275,6 +331,11 @@ class Request:
         pooling: with max_tokens 0, what becomes of the prompt's last hidden rows (after the
             model's final norm): "last" reports that of the last token, "mean" the mean over all
             tokens, "" nothing.
+        branch: with max_tokens 0, the loaded branch whose head reads the prompt's last row;
+            its outputs are reported as `SequenceOutput.scores`. "" for none.
+        branch_from: first prompt position of the question behind the context: of a branch that
+            adapts the suffix the first row that it adapts.
+        gate: decide behind `prompt`, then write behind `prompt` and the gate's header.
     """
 
     id: str
@@ -286,6 +347,9 @@ class Request:
     salt: str = ""
     score_from: int = 1
     pooling: Pooling = ""
+    branch: str = ""
+    branch_from: int = 0
+    gate: Gate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +389,10 @@ class SequenceOutput:
             monotonic clock; 0 before. No part of the answer: equality leaves it out.
         pooled: sent once, with the last output of a pooled request: what its runs reported,
             see `RunResult.pooled`.
+        scores: sent once, with the last output of a request that a branch reads: float32
+            values of the head's outputs (logits, or the number of a value head).
+        gate: sent once, with the first output of every choice of a gated request, before or
+            with its first token; with a closed gate it is the only one, and `finish` is GATE.
     """
 
     request: str
@@ -337,6 +405,8 @@ class SequenceOutput:
     error: str = ""
     started: float = field(default=0.0, compare=False)
     pooled: tuple[bytes, ...] = ()
+    scores: tuple[float, ...] = ()
+    gate: GateOutcome | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +433,9 @@ class Completion:
     choices: tuple[Choice, ...]
     cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    pooled: tuple[bytes, ...] = ()  # see `SequenceOutput`
+    pooled: tuple[bytes, ...] = ()  # see `SequenceOutput`, as the two below
+    scores: tuple[float, ...] = ()
+    gate: GateOutcome | None = None
 
     @property
     def text(self) -> str:
@@ -394,6 +466,7 @@ class EngineInfo:
         fingerprint: hash over everything that fixes the bits; answers carry it.
         load_seconds: from the start of loading to ready.
         hidden_size: numbers of a token's hidden state; 0 where there is no model.
+        weights_hash: of the trunk's weights: what a branch's `base` must equal.
     """
 
     model: str
@@ -412,6 +485,7 @@ class EngineInfo:
     fingerprint: str
     load_seconds: float
     hidden_size: int = 0
+    weights_hash: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.decisions.questions import Option, Question
+from lockstep.options import choose, normalise, total_mass
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,35 +67,8 @@ class Decision:
 
 
 def decide(question: Question, scores: OptionScores) -> Decision:
-    """Normalise over the options and choose.
-
-    The first option in declared order whose probability reaches its threshold wins, else the
-    most probable one; of equal ones the first. Sums are exact, so their order is of no account.
-    """
+    """Normalise over the options and choose, see `options.choose`."""
     probabilities = normalise(scores.logprobs, scores.temperature)
-    chosen = next(
-        (
-            index
-            for index, option in enumerate(question.options)
-            if option.threshold is not None and probabilities[index] >= option.threshold
-        ),
-        probabilities.index(max(probabilities)),
-    )
-    mass = min(1.0, math.fsum(map(math.exp, scores.logprobs)))
+    chosen = choose(probabilities, [option.threshold for option in question.options])
+    mass = total_mass(scores.logprobs)
     return Decision(question, chosen, probabilities, mass, scores.source)
-
-
-def normalise(logprobs: Sequence[float], temperature: float = 1.0) -> tuple[float, ...]:
-    """Probabilities that add up to 1; equal ones where every logprob is -inf.
-
-    At temperature 0 the most probable has all of it, the first among equals.
-    """
-    most = max(logprobs)
-    if most == -math.inf:
-        return (1 / len(logprobs),) * len(logprobs)
-    if temperature == 0.0:
-        best = logprobs.index(most)
-        return tuple(float(index == best) for index in range(len(logprobs)))
-    weights = [math.exp((value - most) / temperature) for value in logprobs]
-    total = math.fsum(weights)
-    return tuple(weight / total for weight in weights)

@@ -14,9 +14,9 @@ from string import ascii_uppercase
 from typing import Protocol
 
 from lockstep.decisions.decision import OptionScores
-from lockstep.decisions.paths import Path, Probe, hidden_by, probes, read, shortest
 from lockstep.decisions.questions import Question
 from lockstep.decisions.render import Context, question_text, suffix_ids
+from lockstep.options import Path, Probe, hidden_by, probes, read, shortest
 from lockstep.outputs import GenerationError
 from lockstep.requests import RequestBuilder
 from lockstep.text import Tokenizer

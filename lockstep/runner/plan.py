@@ -81,6 +81,12 @@ class TokenRun:
             wanted: how many alternatives and which given ids to report, raw or
             processed. None reports the targets alone.
         pooling: the last `logits` rows need no logits: their hidden states are pooled.
+        branch: key of the branch (`Branch.key`) whose adapters act on these rows in its layers
+            [fork, exit); "" for the trunk's own rows. What the adapters touch leaves at `exit`
+            or before; rows that both use are two runs, see `source`.
+        scores: the last row, the only one with logits, is read by the branch's head.
+        keeps: the rows that enter the `activations` group's layer are stored on its pages.
+        kept: with `source` None and layers[0] > 0: the rows come from those pages.
         follows: the run, by its index in the plan before, whose drawn id is this run's only
             token; `tokens` is (0,) in its place. None where the tokens are known.
     """
@@ -97,6 +103,10 @@ class TokenRun:
     prompt_params: SamplingParams | None = None
     pooling: Pooling = ""
     follows: int | None = None
+    branch: str = ""
+    scores: bool = False
+    keeps: bool = False
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +146,7 @@ class RunResult:
             the run's pooled rows in units of `POOLED_UNIT`, each value rounded to one and
             held within +-2**18. Integers add up to the same sum in any order, so a mean does
             not depend on how the prompt was cut into runs.
+        scores: of a run with `scores`, the head's float32 outputs.
         stuck: nothing could be drawn: grammar, bad words and min_tokens leave no id.
     """
 
@@ -145,6 +156,7 @@ class RunResult:
     error: str = ""
     pooled: bytes = b""
     stuck: bool = False
+    scores: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import Field
 from starlette.responses import Response
 
-from lockstep.decisions.decision import normalise
+from lockstep.options import normalise
 from lockstep.outputs import Score
 from lockstep.requests import RequestBuilder
 from lockstep.server.embeddings import EmbeddingUsage, usage_of

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.decisions import Choice, Option, Predicate, Question, Score
-from lockstep.decisions.decision import OptionScores, decide, normalise
+from lockstep.decisions.decision import OptionScores, decide
+from lockstep.options import normalise
 from lockstep.types import RequestError
 
 logprobs = st.lists(st.floats(-60, -0.01), min_size=2, max_size=12)

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.decisions.paths import Path, hidden_by, probes, read, shortest
+from lockstep.options import Path, hidden_by, probes, read, shortest
 from lockstep.types import TokenLogprob
 
 VOCAB = 4

@@ -1,11 +1,13 @@
-"""Token sequences that stand for options, and the positions at which they part.
+"""Options of a question as token sequences, and from their log-probabilities to the winner.
 
-Sequences with a common beginning share its positions, so 255 options of three digits need
-some thirty rows of logits and not 765.
+A leaf: doors that ask and the engine, which opens a gate by itself, read alike. Sequences with
+a common beginning share its positions, so 255 options of three digits need some thirty rows of
+logits and not 765.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -84,3 +86,33 @@ def read(
         sum((known[path[:length]][path[length]] for length in range(len(path))), 0.0)
         for path in sequences
     )
+
+
+def normalise(logprobs: Sequence[float], temperature: float = 1.0) -> tuple[float, ...]:
+    """Probabilities that add up to 1; equal ones where every logprob is -inf.
+
+    At temperature 0 the most probable has all of it, the first among equals.
+    """
+    most = max(logprobs)
+    if most == -math.inf:
+        return (1 / len(logprobs),) * len(logprobs)
+    if temperature == 0.0:
+        best = logprobs.index(most)
+        return tuple(float(index == best) for index in range(len(logprobs)))
+    weights = [math.exp((value - most) / temperature) for value in logprobs]
+    total = math.fsum(weights)
+    return tuple(weight / total for weight in weights)
+
+
+def choose(probabilities: Sequence[float], thresholds: Sequence[float | None]) -> int:
+    """Index of the winner: the first option in declared order whose probability reaches its
+    threshold, else the most probable one; of equal ones the first."""
+    for index, (probability, threshold) in enumerate(zip(probabilities, thresholds, strict=True)):
+        if threshold is not None and probability >= threshold:
+            return index
+    return probabilities.index(max(probabilities))
+
+
+def total_mass(logprobs: Sequence[float]) -> float:
+    """Probability of all options together; the sum is exact, so their order is of no account."""
+    return min(1.0, math.fsum(map(math.exp, logprobs)))
