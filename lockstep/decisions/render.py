@@ -8,12 +8,14 @@ context, so its pages are shared and its rows are computed once.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.branch import Branch
 from lockstep.decisions.questions import Option, Question
 from lockstep.requests import Conversation, RequestBuilder, check_conversation
+from lockstep.text import Tokenizer
 from lockstep.types import RequestError
 
 
@@ -52,10 +54,14 @@ def render_input(
     try:
         return _render(builder, given, field)
     except RequestError as error:
-        if error.field != "messages":
-            raise
-        message = str(error).replace("messages", field, 1)
-        raise RequestError(message, field=field, code=error.code) from None
+        raise _about(field, error) from None
+
+
+def _about(field: str, error: RequestError) -> RequestError:
+    """The error about `messages` as one about what the client calls them."""
+    if error.field != "messages":
+        return error
+    return RequestError(str(error).replace("messages", field, 1), field=field, code=error.code)
 
 
 def _render(builder: RequestBuilder, given: Conversation, field: str) -> Context:
@@ -141,3 +147,42 @@ def _shown(values: Sequence[str | bool]) -> list[str]:
 def suffix_ids(builder: RequestBuilder, context: Context, text: str) -> list[int]:
     """Ids of a question's text as it stands behind the context."""
     return builder.tokenizer.encode_inside(f"{context.before}{text}{context.after}")
+
+
+def context_ids(
+    builder: RequestBuilder,
+    given: str | Conversation,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
+    field: str = "input",
+) -> list[int]:
+    """What a branch reads before its suffix: a conversation as the model's template shows it,
+    without an opening of the assistant's turn; a text is one message of the user.
+
+    A model without a template reads plain text. Training and serving both call this.
+
+    Raises:
+        RequestError: empty, no text or conversation, or the template's complaint.
+    """
+    if isinstance(given, str):
+        if not given:
+            raise RequestError(f"{field} must not be empty", field=field)
+        given = [{"role": "user", "content": given}]
+    try:
+        if builder.tokenizer.chat_template is None:
+            return builder.encode("\n\n".join(map(_plain, given)), field=field)
+        return builder.encode_chat(given, template_arguments, tools, add_generation_prompt=False)
+    except RequestError as error:
+        raise _about(field, error) from None
+
+
+def branch_suffix_ids(tokenizer: Tokenizer, branch: Branch, question_text: str = "") -> list[int]:
+    """What stands behind the context for a branch; its head reads the last row of it.
+
+    Training and serving both call this.
+
+    Args:
+        question_text: of a head over answer codes, see `question_text`.
+    """
+    return tokenizer.encode_inside(branch.suffix.replace("{question}", question_text))
