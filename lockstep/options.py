@@ -88,6 +88,16 @@ def read(
     )
 
 
+def log_softmax(outputs: Sequence[float]) -> tuple[float, ...]:
+    """Natural-log probabilities of the options among themselves, from a head's outputs (logits).
+
+    The sum is exact, so an output's value does not depend on where it stands.
+    """
+    most = max(outputs)
+    total = math.log(math.fsum(math.exp(value - most) for value in outputs))
+    return tuple(value - most - total for value in outputs)
+
+
 def normalise(logprobs: Sequence[float], temperature: float = 1.0) -> tuple[float, ...]:
     """Probabilities that add up to 1; equal ones where every logprob is -inf.
 

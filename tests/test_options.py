@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.options import Path, hidden_by, probes, read, shortest
+from lockstep.options import Path, hidden_by, log_softmax, probes, read, shortest
 from lockstep.types import TokenLogprob
 
 VOCAB = 4
@@ -80,3 +80,13 @@ def test_three_digits_need_a_tenth_of_the_rows() -> None:
     asked = probes(paths)
     assert len(asked) == 26
     assert all(len(probe.path) == 2 for probe in asked)
+
+
+@given(st.lists(st.floats(-80, 80, width=32), min_size=2, max_size=20), st.permutations(range(20)))
+def test_logits_as_log_probabilities_whatever_their_order(
+    logits: list[float], mixed: list[int]
+) -> None:
+    found = log_softmax(logits)
+    assert math.isclose(math.fsum(map(math.exp, found)), 1.0, rel_tol=1e-12)
+    order = [index for index in mixed if index < len(logits)]
+    assert log_softmax([logits[index] for index in order]) == tuple(found[i] for i in order)
