@@ -20,10 +20,14 @@ def canonical_json(value: Any) -> str:
     )
 
 
+def canonical_bytes(value: Any) -> bytes:
+    """The canonical JSON in UTF-8. A lone surrogate, which JSON may hold, keeps its own bytes."""
+    return canonical_json(value).encode("utf-8", "surrogatepass")
+
+
 def digest(value: Any) -> str:
-    """SHA-256 of the canonical JSON's UTF-8 bytes, in hexadecimal."""
-    # A lone surrogate is legal in JSON text and has no UTF-8 form: it keeps its own bytes.
-    return hashlib.sha256(canonical_json(value).encode("utf-8", "surrogatepass")).hexdigest()
+    """SHA-256 of the canonical bytes, in hexadecimal."""
+    return hashlib.sha256(canonical_bytes(value)).hexdigest()
 
 
 def _only_text_keys(value: Any) -> None:
