@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.branch import Branch
 from lockstep.types import LayerGroup, Pooling, SamplingParams, TokenLogprob
 
 POOLED_UNIT = 2.0**-24
@@ -63,9 +64,10 @@ class TokenRun:
         sequence: the sequence's number, unique for the engine's life.
         start: absolute position of the first token.
         tokens: ids, at least one.
-        pages: one page table per cache group, in the model's group order. Entry i
+        pages: one page table per cache group, in the executor's group order. Entry i
             holds positions [i * page_tokens, (i + 1) * page_tokens); -1 where a
-            sliding window no longer needs the page. Covers start + len(tokens) - 1.
+            sliding window no longer needs the page. Covers start + len(tokens) - 1 in
+            every group that the run's layers read or write; empty in any other.
         layers: half-open range of layers that these rows pass through. (0, num_layers)
             for the trunk. Rows leave after `layers[1] - 1`.
         source: None when the rows enter at layer `layers[0]` == 0 from the embedding;
@@ -85,7 +87,8 @@ class TokenRun:
             [fork, exit); "" for the trunk's own rows. What the adapters touch leaves at `exit`
             or before; rows that both use are two runs, see `source`.
         scores: the last row, the only one with logits, is read by the branch's head.
-        keeps: the rows that enter the `activations` group's layer are stored on its pages.
+        keeps: the rows that enter an `activations` group's layer are stored on its pages, for
+            every such group in which the run has pages.
         kept: with `source` None and layers[0] > 0: the rows come from those pages.
         follows: the run, by its index in the plan before, whose drawn id is this run's only
             token; `tokens` is (0,) in its place. None where the tokens are known.
@@ -185,7 +188,8 @@ class Executor(Protocol):
     """What the engine needs of a runner; a scripted fake satisfies it in tests.
 
     Attributes:
-        groups: the model's cache groups, in the order of `TokenRun.pages`.
+        groups: the model's cache groups, and behind them those of branches
+            (`runner.groups`), in the order of `TokenRun.pages`.
         num_layers, vocab_size, max_context: of the model.
         page_tokens, num_slabs, pages_per_slab: geometry of the page pool. Page ids
             of group g run from 0 to num_slabs * pages_per_slab[g] - 1; slab s holds
@@ -216,4 +220,29 @@ class Launcher(Protocol):
 
     def launch(self, plan: Plan) -> Launched:
         """Begin a step; `execute` is to launch it and wait. Raises as `execute` does."""
+        ...
+
+
+@runtime_checkable
+class BranchHost(Protocol):
+    """An `Executor` that runs decision branches. Called between steps."""
+
+    def load_branch(self, folder: str) -> Branch:
+        """Read a branch's folder and make its key usable in plans.
+
+        A key that is loaded twice stays until it was unloaded twice.
+
+        Raises:
+            BranchError: it is for other weights or does not fit the model, its tensors are
+                not what they should be, or its contexts need a tail that was not asked for
+                when the executor was made.
+        """
+        ...
+
+    def unload_branch(self, key: str) -> None:
+        """Free a branch; no later plan names its key.
+
+        Raises:
+            KeyError: it is not loaded.
+        """
         ...
