@@ -14,6 +14,7 @@ Activations are contiguous [R, ...] in the model's dtype (float32 or bfloat16).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,6 +39,81 @@ class Weight:
     k: int
     dtype: torch.dtype
     gated: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraPair:
+    """One low-rank pair as it comes from an adapter's file (Hu et al. 2021).
+
+    It adds scale * (x a^T) b^T to the outputs begin .. begin + n of a linear: a fused
+    weight (queries, keys, values) takes one pair for each of its parts that is adapted.
+
+    Attributes:
+        a: [rank, K]. b: [n, rank], both float32 or bfloat16.
+        scale: folded into b when it is packed.
+        begin: first output; of a gated pair gate rows come first, then up rows.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float = 1.0
+    begin: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLoraPair:
+    """A pair in the layout of the backend that packed it; the outputs begin .. begin + n."""
+
+    a: Tensor
+    b: Tensor
+    begin: int
+    n: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraWeight:
+    """What one adapter does to one linear [n, k]: pairs on disjoint ranges of its outputs."""
+
+    pairs: tuple[PackedLoraPair, ...]
+    n: int
+    k: int
+    dtype: torch.dtype
+    gated: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraSet:
+    """The adapters of one linear by index, made when adapters are loaded or unloaded.
+
+    Attributes:
+        weights: per adapter; None where it leaves this linear alone.
+        table: where they lie; only the backend that made it reads it.
+        pairs, rank, ranks: host-side maxima over the adapters, for launch sizes only: pairs
+            of one, rank of a pair, and sum of one's ranks, these rounded up to 16 each.
+    """
+
+    weights: tuple[LoraWeight | None, ...]
+    table: Tensor
+    pairs: int
+    rank: int
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRows:
+    """Which adapter acts on each row of one launch.
+
+    Attributes:
+        index: int32 [R], places in `adapters.weights`; -1 is no adapter. Rows of one
+            adapter are best next to each other; no bit depends on it.
+    """
+
+    index: Tensor
+    adapters: LoraSet
+
+    def __post_init__(self) -> None:
+        _must_be(self.index, (self.index.shape[0],), torch.int32, "LoRA index")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +263,25 @@ class Backend(ABC):
     def unpack(self, weight: Weight) -> Tensor:
         """The logical matrix [n, k] again (gate rows first for a gated pair)."""
 
+    @abstractmethod
+    def pack_lora(self, pairs: Sequence[LoraPair], n: int, *, gated: bool = False) -> LoraWeight:
+        """Lay out one adapter's pairs for a linear with n outputs (2F for a gated pair).
+
+        b times scale is computed in float32 and rounded once to b's dtype, which is exact
+        where the scale is a power of two.
+
+        Raises:
+            ValueError: pairs that do not fit each other or n, naming the first.
+        """
+
+    @abstractmethod
+    def lora_set(self, weights: Sequence[LoraWeight | None]) -> LoraSet:
+        """The adapters of one linear, by the index that rows name them with.
+
+        Raises:
+            ValueError: they are for linears of different shapes.
+        """
+
     # --- layers ------------------------------------------------------------
 
     @abstractmethod
@@ -215,6 +310,31 @@ class Backend(ABC):
         Tree: both products as in `linear`, each cast to x's dtype; the activation in
         float32 on the cast value, cast; the product of the two cast values, cast.
         """
+
+    @abstractmethod
+    def adapted_linear(
+        self,
+        x: Tensor,
+        weight: Weight,
+        lora: LoraRows,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """As `linear`, with a low-rank pair added to the rows that have an adapter: [R, N].
+
+        Tree: acc is `linear`'s float32 sum. Of a row with an adapter, for each of its pairs:
+        t = x a^T, K ascending in one float32 sum whatever `tree.k_slices` says, cast to x's
+        dtype; delta = t b^T, rank ascending in one float32 sum from zero; acc + delta on the
+        pair's outputs. Then bias, cast and residual as in `linear`. Rows without an adapter,
+        and outputs outside its pairs, skip the addition (adding 0 would turn -0 into +0).
+        """
+
+    @abstractmethod
+    def adapted_gated_linear(
+        self, x: Tensor, weight: Weight, lora: LoraRows, activation: Activation
+    ) -> Tensor:
+        """As `gated_linear`, with deltas as in `adapted_linear` added to both products
+        before their casts: [R, F]."""
 
     @abstractmethod
     def embedding(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:

@@ -6,16 +6,23 @@ catch, and the yardstick for what the fixed trees cost.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from lockstep.kernels import exact, paged
+from lockstep.kernels import lora as lora_ops
 from lockstep.kernels.contract import (
     Activation,
     AttentionBatch,
     Backend,
     KVLayer,
+    LoraPair,
+    LoraRows,
+    LoraSet,
+    LoraWeight,
     QKNorm,
     RopeTable,
     SampleBatch,
@@ -48,6 +55,14 @@ class PlainBackend(Backend):
     def unpack(self, weight: Weight) -> Tensor:
         return weight.data.clone()
 
+    def pack_lora(self, pairs: Sequence[LoraPair], n: int, *, gated: bool = False) -> LoraWeight:
+        return lora_ops.packed(
+            pairs, n, gated, lambda a, b, begin: (a.to(self.device), b.to(self.device))
+        )
+
+    def lora_set(self, weights: Sequence[LoraWeight | None]) -> LoraSet:
+        return lora_ops.make_set(weights, torch.empty(0))
+
     # --- layers ------------------------------------------------------------
 
     def linear(
@@ -66,10 +81,30 @@ class PlainBackend(Backend):
         return functional.linear(x, weight.data).float()
 
     def gated_linear(self, x: Tensor, weight: Weight, activation: Activation) -> Tensor:
-        gate, up = functional.linear(x, weight.data).chunk(2, dim=-1)
-        if activation == "silu":
-            return functional.silu(gate) * up
-        return functional.gelu(gate, approximate="tanh") * up
+        return _gate(functional.linear(x, weight.data), activation)
+
+    def _adapted(self, x: Tensor, weight: Weight, lora: LoraRows) -> Tensor:
+        lora_ops.check_rows(lora, weight, x.shape[0])
+        return lora_ops.add_deltas(
+            functional.linear(x, weight.data).float(), x, lora, _float_linear
+        )
+
+    def adapted_linear(
+        self,
+        x: Tensor,
+        weight: Weight,
+        lora: LoraRows,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        acc = self._adapted(x, weight, lora)
+        out = (acc if bias is None else acc + bias.float()).to(x.dtype)
+        return out if residual is None else residual + out
+
+    def adapted_gated_linear(
+        self, x: Tensor, weight: Weight, lora: LoraRows, activation: Activation
+    ) -> Tensor:
+        return _gate(self._adapted(x, weight, lora).to(x.dtype), activation)
 
     def embedding(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
         rows = functional.embedding(ids, weight.data)
@@ -179,3 +214,14 @@ class PlainBackend(Backend):
         scores = torch.where(keep, z + noise, -torch.inf)
         drawn = ids.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]
         return torch.where(batch.temperature > 0, drawn, self.argmax(logits))
+
+
+def _gate(both: Tensor, activation: Activation) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    if activation == "silu":
+        return functional.silu(gate) * up
+    return functional.gelu(gate, approximate="tanh") * up
+
+
+def _float_linear(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.linear(x, weight).float()

@@ -7,11 +7,13 @@ second half gives float64 values, for tolerances.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from lockstep.kernels import exact, tree
-from lockstep.kernels.contract import Activation
+from lockstep.kernels.contract import Activation, LoraPair
 from lockstep.kernels.exact import fused
 
 _SMALLEST_NORMAL = 2.0**-126
@@ -48,19 +50,74 @@ def linear(
     x: Tensor, weight: Tensor, isa: str, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """`Backend.linear` on a logical weight [N, K]."""
-    acc = product(x, weight, isa)
-    if bias is not None:
-        acc = acc + bias.float()
-    out = acc.to(x.dtype)
-    return out if residual is None else (residual.float() + out.float()).to(x.dtype)
+    return _finish(product(x, weight, isa), x.dtype, bias, residual)
+
+
+def _finish(
+    acc: Tensor, dtype: torch.dtype, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    out = (acc if bias is None else acc + bias.float()).to(dtype)
+    return out if residual is None else (residual.float() + out.float()).to(dtype)
 
 
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, isa: str) -> Tensor:
     """`Backend.gated_linear` on logical weights [F, K]."""
+    return _gate(product(x, torch.cat([gate, up]), isa), x.dtype, activation)
+
+
+def _gate(acc: Tensor, dtype: torch.dtype, activation: Activation) -> Tensor:
     function = exact.silu if activation == "silu" else exact.gelu_tanh
-    left = exact.round_to(product(x, gate, isa), x.dtype)
-    right = exact.round_to(product(x, up, isa), x.dtype)
-    return (exact.round_to(function(left, fused), x.dtype) * right).to(x.dtype)
+    left, right = (exact.round_to(half, dtype) for half in acc.chunk(2, dim=-1))
+    return (exact.round_to(function(left, fused), dtype) * right).to(dtype)
+
+
+def adapted_product(
+    x: Tensor,
+    weight: Tensor,
+    index: Sequence[int],
+    adapters: Sequence[Sequence[LoraPair]],
+    isa: str,
+) -> Tensor:
+    """Float32 accumulators as in `product` with the deltas of `Backend.adapted_linear`.
+
+    Args:
+        index: the adapter of each row, -1 for none. adapters: the pairs of each.
+    """
+    acc = product(x, weight, isa)
+    for row, adapter in enumerate(index):
+        for pair in adapters[adapter] if adapter >= 0 else ():
+            b = (pair.b.float() * pair.scale).to(pair.b.dtype)
+            t = product(x[row : row + 1], pair.a, isa).to(x.dtype)
+            end = pair.begin + b.shape[0]
+            acc[row, pair.begin : end] = acc[row, pair.begin : end] + product(t, b, isa)[0]
+    return acc
+
+
+def adapted_linear(
+    x: Tensor,
+    weight: Tensor,
+    index: Sequence[int],
+    adapters: Sequence[Sequence[LoraPair]],
+    isa: str,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`Backend.adapted_linear` on a logical weight [N, K]."""
+    return _finish(adapted_product(x, weight, index, adapters, isa), x.dtype, bias, residual)
+
+
+def adapted_gated_linear(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    index: Sequence[int],
+    adapters: Sequence[Sequence[LoraPair]],
+    activation: Activation,
+    isa: str,
+) -> Tensor:
+    """`Backend.adapted_gated_linear` on logical weights [F, K]."""
+    acc = adapted_product(x, torch.cat([gate, up]), index, adapters, isa)
+    return _gate(acc, x.dtype, activation)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:

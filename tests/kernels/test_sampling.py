@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.kernels import exact, reference
 from lockstep.kernels.contract import SampleBatch
-from lockstep.kernels.cpu.native import load_library
+from lockstep.kernels.cpu.library import load_library
 from tests.kernels.support import FORMS, backend, randn, same_bits
 
 # Random123, examples/kat_vectors, philox4x32 with 10 rounds: counter, key, result.

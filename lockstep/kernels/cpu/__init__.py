@@ -1,10 +1,10 @@
 """CPU backends with fixed trees.
 
 Where does my class go?
-- `native.py`: the C++ form's Python face; `build.py` compiles and caches the library.
+- `native.py`: the C++ form's Python face; `library.py`: its functions; `build.py` compiles them.
 - `packed.h`: arguments in one block; `vec.h`: lanes and elementwise functions; `tiles.h`:
-  register tiles; `threads.*`: the pool; `gemm.cpp`, `attention.cpp`, `norm.*`, `sampling.cpp`:
-  one room of operations each.
+  register tiles; `product.h`: products of them; `threads.*`: the pool; `gemm.cpp`, `lora.cpp`,
+  `attention.cpp`, `norm.*`, `sampling.cpp`: one room of operations each.
 - `torch_form.py`: the form for machines without a compiler.
 """
 

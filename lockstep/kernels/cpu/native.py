@@ -7,99 +7,35 @@ instruction set only through bfloat16 products (`describe()["isa"]`). See
 
 from __future__ import annotations
 
-import ctypes
-import struct
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lockstep.config import ConfigError
+from lockstep.kernels import lora as lora_ops
 from lockstep.kernels import tree
 from lockstep.kernels.contract import (
     Activation,
     AttentionBatch,
     Backend,
     KVLayer,
+    LoraPair,
+    LoraRows,
+    LoraSet,
+    LoraWeight,
     QKNorm,
     RopeTable,
     SampleBatch,
     Weight,
 )
-from lockstep.kernels.cpu.build import Library, build_library
+from lockstep.kernels.cpu.library import HugePages, load_library
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _BLOCK = 32  # keys a block in attention.cpp
 _NORM_BLOCK = 16  # lanes of the norm in norm.h
 _MAX_HEAD_DIM = 1024
-_HUGE_PAGE = 2 << 20
-_CHUNK_BYTES = 16 << 20
-
-_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "lk_pool_new": (_P, [_I]),
-    "lk_pool_free": (None, [_P]),
-    "lk_panel": (_I, []),
-    "lk_advise_huge": (None, [_P, _I]),
-    "lk_isa": (ctypes.c_char_p, []),
-    "lk_packed_size": (_I, [_I, _I, _I]),
-    "lk_pack": (None, [_P, _I, _P, _I, _I, _P, _I, _I]),
-    "lk_unpack": (None, [_P, _I, _P, _I, _I, _P, _I, _I]),
-    "lk_embedding": (None, [_P, _I, _P, _I, _P, _I, _I, _F, _P]),
-    "lk_linear": (None, [_P, _I, _P, _I, _P, _I, _I, _P, _I, _P, _P]),
-    "lk_logits": (None, [_P, _I, _P, _I, _P, _I, _I, _P]),
-    "lk_gated": (None, [_P, _I, _P, _I, _P, _I, _I, _I, _P]),
-    "lk_rms_norm": (None, [_P, _I, _P, _I, _I, _P, _I, _F, _I, _P, _P]),
-    "lk_write_kv": (
-        None,
-        [_P, _I, _P, _I, _P, _P, _P, _I, _P, _P, _I, _I, _I, _P, _I, _I, _P, _P, _I, _F, _I, _P],
-    ),
-    "lk_copy_pages": (None, [_P, _I, _P, _I]),
-    "lk_attention": (
-        None,
-        [_P, _I, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I, _P, _P, _P, _I, _I, _I, _F],
-    ),
-    "lk_log_sum_exp": (None, [_P, _P, _I, _I, _I, _P]),
-    "lk_argmax": (None, [_P, _P, _I, _I, _P]),
-    "lk_sample": (None, [_P, _P, _I, _I, _P, _P, _P, _P, _P, _P, _P, _P]),
-    "lk_philox": (None, [_P, _I, ctypes.c_uint32, ctypes.c_uint32, _P]),
-}
-# The operations of a layer, some 240 calls a step: their arguments travel in one block.
-_PACKED = ("lk_linear", "lk_gated", "lk_rms_norm", "lk_write_kv", "lk_attention")
-_WORDS = {_P: "q", _I: "q", _F: "d"}
-
-
-def load_library() -> tuple[SimpleNamespace, Library]:
-    """The compiled library's functions by name."""
-    built = build_library()
-    try:
-        library = ctypes.CDLL(str(built.path))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot load {built.path}: {error}; delete it to have it built again"
-        ) from error
-    functions = SimpleNamespace()
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
-        setattr(functions, name, _packed(library, name) if name in _PACKED else function)
-    return functions, built
-
-
-def _packed(library: ctypes.CDLL, name: str) -> Callable[..., None]:
-    """A function whose arguments are packed before they are passed, see packed.h."""
-    function = getattr(library, f"{name}_packed")
-    function.restype, function.argtypes = None, [ctypes.c_char_p]
-    pack = struct.Struct("".join(_WORDS[kind] for kind in _SIGNATURES[name][1])).pack
-
-    def call(*arguments: float) -> None:
-        function(pack(*arguments))
-
-    return call
 
 
 def _code(tensor: Tensor) -> int:
@@ -124,40 +60,6 @@ def _like(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str)
             f"{what} must be contiguous {shape} {dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
         )
     return tensor.data_ptr()
-
-
-class HugePages:
-    """Memory on huge pages, where the system grants them: weights and caches are walked
-    through once a step, and small pages cost a table walk for each 4 KiB of it.
-
-    Small requests share chunks; a chunk lives as long as a tensor that lies in it.
-    """
-
-    def __init__(self, library: SimpleNamespace) -> None:
-        self._lib = library
-        self._chunk = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
-
-    def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor without values, aligned to 64 bytes."""
-        size = elements * dtype.itemsize
-        if size >= _CHUNK_BYTES:
-            return self._new_chunk(size)[:size].view(dtype)
-        if self._used + size > self._chunk.numel():
-            self._chunk, self._used = self._new_chunk(_CHUNK_BYTES), 0
-        found = self._chunk[self._used : self._used + size].view(dtype)
-        self._used += -(-size // 64) * 64
-        return found
-
-    def _new_chunk(self, size: int) -> Tensor:
-        whole = torch.empty(size + _HUGE_PAGE, dtype=torch.uint8)
-        start = -whole.data_ptr() % _HUGE_PAGE
-        self.advise(whole)
-        return whole[start : start + size]
-
-    def advise(self, tensor: Tensor) -> None:
-        """Ask for huge pages under a tensor that nobody has written to yet."""
-        self._lib.lk_advise_huge(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 class NativeBackend(Backend):
@@ -240,6 +142,34 @@ class NativeBackend(Backend):
             )
         return out.view(weight.n, weight.k)
 
+    def pack_lora(self, pairs: Sequence[LoraPair], n: int, *, gated: bool = False) -> LoraWeight:
+        def lay_out(a: Tensor, b: Tensor, begin: int) -> tuple[Tensor, Tensor]:
+            lead = begin - self._panel_at(begin, n, gated)
+            shifted = torch.nn.functional.pad(b.to("cpu"), (0, 0, lead, 0))
+            return self._pack_parts((a,)), self._pack_parts((shifted,))
+
+        return lora_ops.packed(pairs, n, gated, lay_out)
+
+    def _panel_at(self, output: int, n: int, gated: bool) -> int:
+        """The first output of the weight's panel that holds this one."""
+        start = n // 2 if gated and output >= n // 2 else 0
+        panel = int(self._lib.lk_panel())
+        return start + (output - start) // panel * panel
+
+    def lora_set(self, weights: Sequence[LoraWeight | None]) -> LoraSet:
+        """The table: adapters + 1 places of first pairs, then the pairs as in lora.cpp."""
+        first, rows = [0], []
+        for weight in weights:
+            if weight is None:
+                first.append(first[-1])
+                continue
+            for pair in weight.pairs:
+                origin = self._panel_at(pair.begin, weight.n, weight.gated)
+                addresses = pair.a.data_ptr(), pair.b.data_ptr()
+                rows += [pair.begin, pair.n, pair.rank, origin, *addresses]
+            first.append(len(rows) // 6)
+        return lora_ops.make_set(weights, torch.tensor([*first, *rows], dtype=torch.int64))
+
     # --- layers ------------------------------------------------------------
 
     @staticmethod
@@ -267,12 +197,16 @@ class NativeBackend(Backend):
             weight.data.data_ptr(),
             weight.n,
             weight.k,
-            0 if bias is None else _like(bias, (weight.n,), bias.dtype, "bias"),
-            0 if bias is None else _code(bias),
+            *self._bias(bias, weight.n),
             0 if residual is None else _like(residual, (rows, weight.n), x.dtype, "residual"),
             out.data_ptr(),
         )
         return out
+
+    @staticmethod
+    def _bias(bias: Tensor | None, n: int) -> tuple[int, int]:
+        """Address and dtype of an optional bias."""
+        return (0, 0) if bias is None else (_like(bias, (n,), bias.dtype, "bias"), _code(bias))
 
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
         rows = self._check_weight(x, weight, gated=False)
@@ -300,6 +234,59 @@ class NativeBackend(Backend):
             weight.data.data_ptr(),
             weight.n // 2,
             weight.k,
+            _ACTIVATIONS[activation],
+            out.data_ptr(),
+        )
+        return out
+
+    def _adapters(self, lora: LoraRows, weight: Weight, rows: int) -> tuple[int, int, int, int]:
+        """Addresses of index, first pairs and pairs, and the number of adapters."""
+        lora_ops.check_rows(lora, weight, rows)
+        count = len(lora.adapters.weights)
+        if rows and not -1 <= int(lora.index.min()) <= int(lora.index.max()) < count:
+            raise ValueError(f"LoRA index outside its {count} adapters: {lora.index.tolist()}")
+        table = lora.adapters.table.data_ptr()
+        return lora.index.data_ptr(), table, table + 8 * (count + 1), count
+
+    def adapted_linear(
+        self,
+        x: Tensor,
+        weight: Weight,
+        lora: LoraRows,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        rows = self._check_weight(x, weight, gated=False)
+        out = torch.empty(rows, weight.n, dtype=x.dtype)
+        self._lib.lk_adapted_linear(
+            self._pool,
+            _DTYPES[x.dtype],
+            x.data_ptr(),
+            rows,
+            weight.data.data_ptr(),
+            weight.n,
+            weight.k,
+            *self._adapters(lora, weight, rows),
+            *self._bias(bias, weight.n),
+            0 if residual is None else _like(residual, (rows, weight.n), x.dtype, "residual"),
+            out.data_ptr(),
+        )
+        return out
+
+    def adapted_gated_linear(
+        self, x: Tensor, weight: Weight, lora: LoraRows, activation: Activation
+    ) -> Tensor:
+        rows = self._check_weight(x, weight, gated=True)
+        out = torch.empty(rows, weight.n // 2, dtype=x.dtype)
+        self._lib.lk_adapted_gated(
+            self._pool,
+            _DTYPES[x.dtype],
+            x.data_ptr(),
+            rows,
+            weight.data.data_ptr(),
+            weight.n // 2,
+            weight.k,
+            *self._adapters(lora, weight, rows),
             _ACTIVATIONS[activation],
             out.data_ptr(),
         )

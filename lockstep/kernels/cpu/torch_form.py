@@ -9,6 +9,7 @@ Everything else is made of correctly rounded steps (`lockstep.kernels.exact`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -16,11 +17,16 @@ from torch import Tensor
 
 from lockstep.config import ConfigError
 from lockstep.kernels import exact, paged, tree
+from lockstep.kernels import lora as lora_ops
 from lockstep.kernels.contract import (
     Activation,
     AttentionBatch,
     Backend,
     KVLayer,
+    LoraPair,
+    LoraRows,
+    LoraSet,
+    LoraWeight,
     QKNorm,
     RopeTable,
     SampleBatch,
@@ -99,36 +105,45 @@ class TorchBackend(Backend):
             prove_tile(n, k)
             self._proved.add(key)
 
-    def _product(self, x: Tensor, weight: Weight) -> Tensor:
-        """x [R, K] times weight [N, K] transposed in float32, tile by tile: [R, N]."""
+    def _product(self, x: Tensor, held: Tensor) -> Tensor:
+        """x [R, K] times a held matrix transposed in float32, tile by tile: [R, its rows]."""
         rows, k = x.shape
-        self.prove(*weight.data.shape)
-        padded = torch.zeros(-(-rows // TILE) * TILE, weight.data.shape[1])
+        self.prove(*held.shape)
+        padded = torch.zeros(-(-rows // TILE) * TILE, held.shape[1])
         padded[:rows, :k] = x
-        out = torch.empty(padded.shape[0], weight.data.shape[0])
+        out = torch.empty(padded.shape[0], held.shape[0])
         for begin in range(0, rows, TILE):
             end = begin + TILE
-            torch.mm(padded[begin:end], weight.data.T, out=out[begin:end])
-        return out[:rows, : weight.n]
+            torch.mm(padded[begin:end], held.T, out=out[begin:end])
+        return out[:rows]
 
     # --- weights -----------------------------------------------------------
 
-    def _hold(self, weight: Tensor, gated: bool) -> Weight:
+    def _hold(self, matrix: Tensor) -> Tensor:
         """Padded with zeros to whole tiles: narrow, odd shapes are those that fail the proof."""
-        n, k = weight.shape
+        n, k = matrix.shape
         data = torch.zeros(-(-n // TILE) * TILE, -(-k // TILE) * TILE)
-        data[:n, :k] = weight.detach()
+        data[:n, :k] = matrix.detach()
         self.prove(*data.shape)
-        return Weight(data=data, n=n, k=k, dtype=weight.dtype, gated=gated)
+        return data
 
     def pack(self, weight: Tensor) -> Weight:
-        return self._hold(weight, gated=False)
+        n, k = weight.shape
+        return Weight(data=self._hold(weight), n=n, k=k, dtype=weight.dtype)
 
     def pack_gated(self, gate: Tensor, up: Tensor) -> Weight:
-        return self._hold(torch.cat([gate, up]), gated=True)
+        n, k = 2 * gate.shape[0], gate.shape[1]
+        data = self._hold(torch.cat([gate, up]))
+        return Weight(data=data, n=n, k=k, dtype=gate.dtype, gated=True)
 
     def unpack(self, weight: Weight) -> Tensor:
         return weight.data[: weight.n, : weight.k].to(weight.dtype, copy=True)
+
+    def pack_lora(self, pairs: Sequence[LoraPair], n: int, *, gated: bool = False) -> LoraWeight:
+        return lora_ops.packed(pairs, n, gated, lambda a, b, begin: (self._hold(a), self._hold(b)))
+
+    def lora_set(self, weights: Sequence[LoraWeight | None]) -> LoraSet:
+        return lora_ops.make_set(weights, torch.empty(0))
 
     # --- layers ------------------------------------------------------------
 
@@ -139,21 +154,32 @@ class TorchBackend(Backend):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        out = self._product(x, weight)
-        if bias is not None:
-            out = out + bias.float()
-        cast = out.to(x.dtype)
-        return cast if residual is None else (residual.float() + cast.float()).to(x.dtype)
+        return _finish(self.logits(x, weight), x.dtype, bias, residual)
 
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
-        return self._product(x, weight)
+        return self._product(x, weight.data)[:, : weight.n]
 
     def gated_linear(self, x: Tensor, weight: Weight, activation: Activation) -> Tensor:
-        gate, up = (
-            exact.round_to(half, x.dtype) for half in self._product(x, weight).chunk(2, dim=-1)
-        )
-        active = exact.round_to(_ACTIVATIONS[activation](gate), x.dtype)
-        return (active * up).to(x.dtype)
+        return _gate(self.logits(x, weight), x.dtype, activation)
+
+    def _adapted(self, x: Tensor, weight: Weight, lora: LoraRows) -> Tensor:
+        lora_ops.check_rows(lora, weight, x.shape[0])
+        return lora_ops.add_deltas(self.logits(x, weight), x, lora, self._product)
+
+    def adapted_linear(
+        self,
+        x: Tensor,
+        weight: Weight,
+        lora: LoraRows,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        return _finish(self._adapted(x, weight, lora), x.dtype, bias, residual)
+
+    def adapted_gated_linear(
+        self, x: Tensor, weight: Weight, lora: LoraRows, activation: Activation
+    ) -> Tensor:
+        return _gate(self._adapted(x, weight, lora), x.dtype, activation)
 
     def embedding(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
         rows = weight.data[ids.long(), : weight.k]
@@ -244,6 +270,21 @@ class TorchBackend(Backend):
             for row in range(logits.shape[0])
         ]
         return torch.tensor(drawn, dtype=torch.int64)
+
+
+def _finish(
+    acc: Tensor, dtype: torch.dtype, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    """Bias, cast and residual of float32 accumulators [R, N]."""
+    cast = (acc if bias is None else acc + bias.float()).to(dtype)
+    return cast if residual is None else (residual.float() + cast.float()).to(dtype)
+
+
+def _gate(acc: Tensor, dtype: torch.dtype, activation: Activation) -> Tensor:
+    """The gated product of accumulators [R, 2F], gate columns first: [R, F]."""
+    gate, up = (exact.round_to(half, dtype) for half in acc.chunk(2, dim=-1))
+    active = exact.round_to(_ACTIVATIONS[activation](gate), dtype)
+    return (active * up).to(dtype)
 
 
 class _Attention:

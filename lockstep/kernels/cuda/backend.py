@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 from torch import Tensor
@@ -12,6 +14,10 @@ from lockstep.kernels.contract import (
     AttentionBatch,
     Backend,
     KVLayer,
+    LoraPair,
+    LoraRows,
+    LoraSet,
+    LoraWeight,
     QKNorm,
     RopeTable,
     SampleBatch,
@@ -19,6 +25,7 @@ from lockstep.kernels.contract import (
 )
 from lockstep.kernels.cuda import attention as attention_ops
 from lockstep.kernels.cuda import linear as linear_ops
+from lockstep.kernels.cuda import lora as lora_ops
 from lockstep.kernels.cuda import norm as norm_ops
 from lockstep.kernels.cuda import pages, sampling
 from lockstep.kernels.cuda import rope as rope_ops
@@ -96,6 +103,12 @@ class TritonBackend(Backend):
             return torch.cat([weight.data[0::2], weight.data[1::2]])
         return weight.data
 
+    def pack_lora(self, pairs: Sequence[LoraPair], n: int, *, gated: bool = False) -> LoraWeight:
+        return lora_ops.pack_lora(pairs, n, gated, self.device)
+
+    def lora_set(self, weights: Sequence[LoraWeight | None]) -> LoraSet:
+        return lora_ops.lora_set(weights, self.device)
+
     # --- layers ------------------------------------------------------------
 
     def linear(
@@ -112,6 +125,21 @@ class TritonBackend(Backend):
 
     def gated_linear(self, x: Tensor, weight: Weight, activation: Activation) -> Tensor:
         return linear_ops.gated_linear(x, weight, activation)
+
+    def adapted_linear(
+        self,
+        x: Tensor,
+        weight: Weight,
+        lora: LoraRows,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        return lora_ops.adapted_linear(x, weight, lora, bias, residual)
+
+    def adapted_gated_linear(
+        self, x: Tensor, weight: Weight, lora: LoraRows, activation: Activation
+    ) -> Tensor:
+        return lora_ops.adapted_gated_linear(x, weight, lora, activation)
 
     def embedding(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
         if weight.gated:
