@@ -16,6 +16,7 @@ from lockstep.text import Tokenizer
 from lockstep.types import (
     MAX_SEED,
     EngineInfo,
+    Gate,
     Pooling,
     Request,
     RequestError,
@@ -125,18 +126,23 @@ class RequestBuilder:
         field: str = "prompt",
         score_from: int = 1,
         pooling: Pooling = "",
+        branch: str = "",
+        branch_from: int = 0,
+        gate: Gate | None = None,
     ) -> Request:
         """A request with its seed drawn and its stop and bad ids resolved.
 
         Args:
             ids: the prompt, already checked by `encode` or made by `encode_chat`.
             field: what the client calls the prompt, for errors.
-            score_from, pooling: see `Request`.
+            score_from .. gate: see `Request`.
 
         Raises:
             RequestError: too long for the model, or an id outside the vocabulary.
         """
         self.check_length(len(ids), params, field=field)
+        if gate is not None:
+            self._check_gate(len(ids), params, gate, field=field)
         ends = () if params.ignore_eos else self.tokenizer.eos_ids
         stop_ids = tuple(dict.fromkeys((*ends, *params.stop_token_ids)))
         self._check_params(params, stop_ids)
@@ -158,6 +164,9 @@ class RequestBuilder:
             priority=priority,
             score_from=score_from,
             pooling=pooling,
+            branch=branch,
+            branch_from=branch_from,
+            gate=gate,
         )
 
     def check_length(self, prompt_tokens: int, params: SamplingParams, *, field: str) -> None:
@@ -172,6 +181,34 @@ class RequestBuilder:
             raise RequestError(
                 f"the prompt has {prompt_tokens} tokens, but the model's context holds {limit}"
                 + (" including at least one to generate" if wanted else ""),
+                field=field,
+                code="context_length_exceeded",
+            )
+
+    def _check_gate(self, tokens: int, params: SamplingParams, gate: Gate, *, field: str) -> None:
+        """Refuse a question that does not fit behind the prompt, and what nothing can be behind a
+        gate.
+
+        Raises:
+            RequestError: see there.
+        """
+        if params.max_tokens == 0:
+            raise RequestError(
+                "max_tokens must be at least 1 beside a gate: a decision alone needs no gate",
+                field="max_tokens",
+            )
+        if params.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs cannot stand beside a gate", field="prompt_logprobs"
+            )
+        longest = max(len(probe.suffix) + len(probe.path) for probe in gate.probes)
+        header = max(len(header) for header in gate.headers if header is not None)
+        limit = self.info.max_context
+        if tokens + longest > limit or tokens + header + 1 > limit:
+            raise RequestError(
+                f"the prompt has {tokens} tokens, the gate's question {longest} and the answer's "
+                f"beginning {header}, but the model's context holds {limit} including at least "
+                "one to generate",
                 field=field,
                 code="context_length_exceeded",
             )

@@ -19,11 +19,18 @@ class OptionScores:
         temperature: they are divided by it before they are normalised; 0 leaves the most
             probable one alone.
         source: where they come from: "labels", "prefix", or a branch's name.
+        thresholds: of the options, in place of the question's own.
+        order: indices of the options in the order in which thresholds are tried; () is that
+            of the question.
+        number: what a value head said; the only option is its name.
     """
 
     logprobs: tuple[float, ...]
     source: str
     temperature: float = 1.0
+    thresholds: tuple[float | None, ...] | None = None
+    order: tuple[int, ...] = ()
+    number: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,7 @@ class Decision:
         probabilities: of the options, in their order; they add up to 1.
         mass: the options' total probability among everything that the model might have said.
             Little mass: the model wanted to say something else.
-        source: see `OptionScores`.
+        source, number: see `OptionScores`.
     """
 
     question: Question
@@ -44,6 +51,7 @@ class Decision:
     probabilities: tuple[float, ...]
     mass: float
     source: str
+    number: float | None = None
 
     @property
     def option(self) -> Option:
@@ -62,13 +70,20 @@ class Decision:
 
     @property
     def expected(self) -> float:
-        """The mean of the options' indices: a score's value. A predicate's is 1 - P(true)."""
+        """The mean of the options' indices: a score's value. A predicate's is 1 - P(true).
+        Of a value head its number."""
+        if self.number is not None:
+            return self.number
         return math.fsum(index * p for index, p in enumerate(self.probabilities))
 
 
 def decide(question: Question, scores: OptionScores) -> Decision:
     """Normalise over the options and choose, see `options.choose`."""
     probabilities = normalise(scores.logprobs, scores.temperature)
-    chosen = choose(probabilities, [option.threshold for option in question.options])
+    thresholds = scores.thresholds or [option.threshold for option in question.options]
+    order = scores.order or range(len(probabilities))
+    first = choose([probabilities[i] for i in order], [thresholds[i] for i in order])
     mass = total_mass(scores.logprobs)
-    return Decision(question, chosen, probabilities, mass, scores.source)
+    return Decision(
+        question, order[first], probabilities, mass, scores.source, number=scores.number
+    )

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from lockstep.decisions.decision import Decision, decide
 from lockstep.decisions.questions import MAX_QUESTIONS, Choice, Predicate, Question, Score
-from lockstep.decisions.render import render_input
 from lockstep.decisions.sources import Asked, LabelSource, Source, prefix_options
 from lockstep.requests import Conversation, RequestBuilder
 from lockstep.types import Completion, Request, RequestError
@@ -22,11 +21,10 @@ class Inquiry:
     """Questions about one input on their way.
 
     Attributes:
-        questions: as asked. asked: their requests, parallel to `questions`.
+        asked: the questions in their order, with their requests.
         context_tokens: of the input, which all requests share.
     """
 
-    questions: tuple[Question, ...]
     asked: tuple[Asked, ...]
     context_tokens: int
 
@@ -37,7 +35,9 @@ class Inquiry:
     @property
     def input_tokens(self) -> int:
         """Tokens of the input, once, and of each question."""
-        return self.context_tokens + sum(asked.suffix_tokens for asked in self.asked)
+        return self.context_tokens + sum(
+            len(asked.prompt) - asked.context_tokens for asked in self.asked
+        )
 
     def decisions(
         self, completions: Sequence[Completion], temperature: float | None = None
@@ -49,13 +49,13 @@ class Inquiry:
             temperature: in place of the source's own.
         """
         found, begin = [], 0
-        for question, asked in zip(self.questions, self.asked, strict=True):
-            own = completions[begin : begin + len(asked.probes)]
-            begin += len(asked.probes)
+        for asked in self.asked:
+            own = completions[begin : begin + asked.count]
+            begin += asked.count
             scores = asked.scores(own)
             if temperature is not None:
                 scores = replace(scores, temperature=temperature)
-            found.append(decide(question, scores))
+            found.append(decide(asked.question, scores))
         return found
 
 
@@ -91,8 +91,8 @@ def inquire(
                 f"questions[{index}] must be a Predicate, Choice or Score, got {question!r}",
                 field=f"questions[{index}]",
             )
-    context = render_input(builder, given, field=field)
     source = source or LabelSource()
+    context = source.context(builder, given, field=field)
     asked: list[Asked] = []
     probes = 0
     for index, question in enumerate(questions):
@@ -106,14 +106,14 @@ def inquire(
                 raise RequestError(message, field=field, code=error.code) from None
             where = f"questions[{index}]"
             raise RequestError(f"{where}: {error}", field=where, code=error.code) from None
-        probes += len(asked[-1].probes)
+        probes += asked[-1].count
         if probes > MAX_PROBES:
             raise RequestError(
                 f"questions[{index}]: the options of the questions so far need {probes} "
                 f"positions of the model, at most {MAX_PROBES} are allowed",
                 field=f"questions[{index}]",
             )
-    return Inquiry(tuple(questions), tuple(asked), len(context.ids))
+    return Inquiry(tuple(asked), len(context.ids))
 
 
 def inquire_prefix(
@@ -129,10 +129,6 @@ def inquire_prefix(
     Raises:
         RequestError: as `sources.prefix_options`.
     """
-    for name, value in (("prefix", prefix), *((f"options[{i}]", o) for i, o in enumerate(options))):
-        if not isinstance(value, str):
-            raise RequestError(f"{name} must be a string, got {value!r}", field=name)
-    question = Choice(prefix, list(options))
     ids = builder.encode(given) if isinstance(given, str) else builder.encode_chat(given)
     asked = prefix_options(builder, ids, prefix, options, priority=priority)
-    return Inquiry((question,), (asked,), len(ids))
+    return Inquiry((asked,), len(ids))

@@ -1,8 +1,8 @@
 """Where the probabilities of a question's options come from.
 
-A source turns a context and a question into engine requests, and their completions into
-scores. `LabelSource` reads the trunk's own head at the answer position; a branch's head will
-be another source. `prefix_scores` is the same reading behind a given beginning of a reply.
+A source turns an input and a question into engine requests, and their completions into
+scores. `LabelSource` reads the trunk's own head at the answer position, `branches.BranchSource`
+a branch's head. `prefix_options` is the first reading behind a given beginning of a reply.
 """
 
 from __future__ import annotations
@@ -14,26 +14,60 @@ from string import ascii_uppercase
 from typing import Protocol
 
 from lockstep.decisions.decision import OptionScores
-from lockstep.decisions.questions import Question
-from lockstep.decisions.render import Context, question_text, suffix_ids
+from lockstep.decisions.questions import Choice, Question
+from lockstep.decisions.render import Context, question_text, render_input, suffix_ids
 from lockstep.options import Path, Probe, hidden_by, probes, read, shortest
 from lockstep.outputs import GenerationError
-from lockstep.requests import RequestBuilder
+from lockstep.requests import Conversation, RequestBuilder
 from lockstep.text import Tokenizer
 from lockstep.types import Completion, Request, RequestError, SamplingParams
 
 
+class Asked(Protocol):
+    """One question on its way: the requests that answer it, and how to read their completions."""
+
+    @property
+    def question(self) -> Question:
+        """What is asked; `scores` are of its options."""
+        ...
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Ids up to where the answer begins; the first `context_tokens` are the input's."""
+        ...
+
+    @property
+    def context_tokens(self) -> int: ...
+
+    @property
+    def count(self) -> int:
+        """How many requests there are."""
+        ...
+
+    def requests(self) -> Iterator[Request]:
+        """The requests, made as they are asked for."""
+        ...
+
+    def scores(self, completions: Sequence[Completion]) -> OptionScores:
+        """What the completions of `requests()`, in their order, say about the options.
+
+        Raises:
+            GenerationError: one was cancelled before its end.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One question on its way: the requests that answer it, and how to read their completions.
+class AskedTokens:
+    """A question that the trunk's own head answers. See `Asked`.
 
     Attributes:
-        prompt: ids up to where the answer begins; `context_tokens` of them are the input's.
         sequences: what stands for each option. probes: which requests show their logprobs.
         source, priority: as in `OptionScores` and `Request`.
     """
 
     builder: RequestBuilder
+    question: Question
     prompt: tuple[int, ...]
     context_tokens: int
     sequences: tuple[Path, ...]
@@ -42,9 +76,9 @@ class Asked:
     priority: int = 0
 
     @property
-    def suffix_tokens(self) -> int:
-        """Ids of the question itself, behind the input."""
-        return len(self.prompt) - self.context_tokens
+    def count(self) -> int:
+        """One request a probe."""
+        return len(self.probes)
 
     def requests(self) -> Iterator[Request]:
         """One request a probe, made as they are asked for: many options have long prompts."""
@@ -88,6 +122,14 @@ class Asked:
 class Source(Protocol):
     """A way to answer questions."""
 
+    def context(self, builder: RequestBuilder, given: str | Conversation, *, field: str) -> Context:
+        """What all questions about an input share.
+
+        Raises:
+            RequestError: empty, no text or conversation, or the template's complaint.
+        """
+        ...
+
     def ask(
         self, builder: RequestBuilder, context: Context, question: Question, *, priority: int = 0
     ) -> Asked:
@@ -106,6 +148,10 @@ class LabelSource:
     digits. Labels that begin with the same token are scored as sequences.
     """
 
+    def context(self, builder: RequestBuilder, given: str | Conversation, *, field: str) -> Context:
+        """See `Source`."""
+        return render_input(builder, given, field=field)
+
     def ask(
         self, builder: RequestBuilder, context: Context, question: Question, *, priority: int = 0
     ) -> Asked:
@@ -114,7 +160,13 @@ class LabelSource:
         prompt = [*context.ids, *suffix_ids(builder, context, question_text(question, labels))]
         sequences = label_paths(builder.tokenizer, labels, context.lead)
         return probe_options(
-            builder, prompt, sequences, len(context.ids), source="labels", priority=priority
+            builder,
+            question,
+            prompt,
+            sequences,
+            len(context.ids),
+            source="labels",
+            priority=priority,
         )
 
 
@@ -150,20 +202,22 @@ def label_paths(tokenizer: Tokenizer, labels: tuple[str, ...], lead: str) -> tup
 
 def probe_options(
     builder: RequestBuilder,
+    question: Question,
     prompt: Sequence[int],
     sequences: Sequence[Path],
     context_tokens: int,
     *,
     source: str,
     priority: int = 0,
-) -> Asked:
+) -> AskedTokens:
     """What shows the logprob of each sequence behind `prompt`.
 
     Raises:
         RequestError: too long for the model.
     """
-    asked = Asked(
+    asked = AskedTokens(
         builder,
+        question,
         tuple(prompt),
         context_tokens,
         tuple(sequences),
@@ -175,28 +229,13 @@ def probe_options(
     return asked
 
 
-def prefix_options(
-    builder: RequestBuilder,
-    context: Sequence[int],
-    prefix: str,
-    options: Sequence[str],
-    *,
-    priority: int = 0,
-) -> Asked:
-    """Requests that show how a reply that begins with `prefix` goes on: with which option.
-
-    Where the options' first tokens differ, these alone count; else the whole options do.
-
-    Args:
-        context: ids up to where the reply begins.
-        prefix: tokenised apart from the context, and the options apart from it, as ids that
-            the same sequence may go on from.
+def option_paths(tokenizer: Tokenizer, options: Sequence[str]) -> list[Path]:
+    """Ids of texts that may follow a beginning, each tokenised apart from it.
 
     Raises:
-        RequestError: no option, or one that begins with another.
+        RequestError: no text, or one that begins with another.
     """
-    encode = builder.tokenizer.encode_inside
-    paths = [tuple(encode(option)) for option in options]
+    paths = [tuple(tokenizer.encode_inside(option)) for option in options]
     for index, path in enumerate(paths):
         if not path:
             raise RequestError(f"options[{index}] must not be empty", field=f"options[{index}]")
@@ -208,12 +247,61 @@ def prefix_options(
             f"({options[short]!r}): end both with what would follow them",
             field=f"options[{long}]",
         )
-    ahead = encode(prefix) if prefix else []
+    return paths
+
+
+def prefix_options(
+    builder: RequestBuilder,
+    context: Sequence[int],
+    prefix: str,
+    options: Sequence[str],
+    *,
+    priority: int = 0,
+) -> AskedTokens:
+    """Requests that show how a reply that begins with `prefix` goes on: with which option.
+
+    Where the options' first tokens differ, these alone count; else the whole options do.
+
+    Args:
+        context: ids up to where the reply begins.
+        prefix: tokenised apart from the context, and the options apart from it, as ids that
+            the same sequence may go on from.
+
+    Raises:
+        RequestError: as `prefix_question` and `option_paths`.
+    """
+    question = prefix_question(prefix, options)
+    paths = option_paths(builder.tokenizer, options)
+    ahead = builder.tokenizer.encode_inside(prefix) if prefix else []
     return probe_options(
         builder,
+        question,
         [*context, *ahead],
         shortest(paths),
         len(context),
         source="prefix",
         priority=priority,
     )
+
+
+def prefix_question(prefix: str, options: Sequence[str]) -> Choice:
+    """The choice between texts that may follow `prefix`.
+
+    Raises:
+        RequestError: what is no text, fewer than 2 options, or one twice.
+    """
+    for name, value in (("prefix", prefix), *((f"options[{i}]", o) for i, o in enumerate(options))):
+        if not isinstance(value, str):
+            raise RequestError(f"{name} must be a string, got {value!r}", field=name)
+    try:
+        return Choice(prefix, list(options))
+    except RequestError as error:
+        raise _as_options(error) from None
+
+
+def _as_options(error: RequestError) -> RequestError:
+    """A choice's complaint in the words of prefix and options."""
+    field = error.field.replace("choices", "options", 1).removesuffix(".value")
+    field = "prefix" if field == "instructions" else field
+    text = str(error).replace(error.field, field, 1)
+    return RequestError(text, field=field, code=error.code)

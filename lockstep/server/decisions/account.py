@@ -56,6 +56,6 @@ def _account(inquiry: Inquiry, completions: Sequence[Completion]) -> Account:
     read = begin = 0
     for asked in inquiry.asked:  # the other probes of a question read what its first one did
         read += len(asked.prompt) - min(len(asked.prompt), completions[begin].cached_tokens)
-        begin += len(asked.probes)
+        begin += asked.count
     output = sum(len(completion.token_ids) for completion in completions)
     return Account(inquiry.input_tokens, read, output)
