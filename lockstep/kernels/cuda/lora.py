@@ -72,7 +72,7 @@ def _operand(field, DTYPE: tl.constexpr):
     return tl.multiple_of(tl.load(field).to(tl.pointer_type(DTYPE)), 16)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["index"])
 def _shrink_kernel(
     x, index, table, t, M, K: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, FIELDS: tl.constexpr,
@@ -110,7 +110,7 @@ def _shrink_kernel(
         tl.store(at, acc.to(t.dtype.element_ty), mask=mine[:, None])
 
 
-@triton.jit(do_not_specialize=["M", "places"])
+@triton.jit(do_not_specialize=["M", "places"], do_not_specialize_on_alignment=["index"])
 def _expand_kernel(
     sums, t, index, table, bias, residual, out, M, places,
     N: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, ACTIVATION: tl.constexpr,
