@@ -247,7 +247,7 @@ def moved_rows(ops: Backend, dtype: torch.dtype) -> bool:
 class _SplitLora(RowSplitBackend):
     """The control's product, with the LoRA form of the torch code on top."""
 
-    pack_lora, lora_set = backend("plain").pack_lora, backend("plain").lora_set  # type: ignore[assignment]
+    pack_lora, lora_set = backend("plain").pack_lora, backend("plain").lora_set
 
     def adapted_linear(
         self,
@@ -260,7 +260,8 @@ class _SplitLora(RowSplitBackend):
         from lockstep.kernels.lora import add_deltas
 
         def product(rows: Tensor, matrix: Tensor) -> Tensor:
-            return self.logits(rows, Weight(matrix.float(), *matrix.shape, matrix.dtype))
+            n, k = matrix.shape
+            return self.logits(rows, Weight(matrix.float(), n, k, matrix.dtype))
 
         acc = add_deltas(self.logits(x, weight), x, lora, product)
         out = (acc if bias is None else acc + bias.float()).to(x.dtype)
