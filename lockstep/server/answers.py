@@ -8,7 +8,7 @@ is settled by the tokens alone; only how texts are cut depends on how the tokens
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -21,6 +21,8 @@ from lockstep.text.events import CallClosed, CallOpened, CallText, Event, Text, 
 from lockstep.types import FinishReason
 
 TOOL_CALLS = "tool_calls"
+CallCount = Callable[[str, str], None]
+"""Told the function's name and the result of every call: "ok", "malformed" or "aborted"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +99,17 @@ class PieceBuilder:
 
     Args:
         choice: the index that the pieces carry.
+        count: told of every call that the model began, once. A call that is "malformed" went
+            wrong by itself, one that is "aborted" was not finished because the answer was cut.
 
     Attributes:
         tokens: generated so far.
         reasoning_tokens: of these, in the reasoning.
     """
 
-    def __init__(self, choice: int, form: AnswerFormat = PLAIN) -> None:
+    def __init__(
+        self, choice: int, form: AnswerFormat = PLAIN, count: CallCount | None = None
+    ) -> None:
         self.tokens = 0
         self._choice = choice
         self._form = form
@@ -112,6 +118,9 @@ class PieceBuilder:
         self._reasoning_tokens: int | None = None if form.thinking else 0
         self._opened = 0  # calls
         self._closed = 0
+        self._count = count
+        self._counted = 0
+        self._ended = False
 
     @property
     def reasoning_tokens(self) -> int:
@@ -130,12 +139,34 @@ class PieceBuilder:
                 pieces.append(Content(self._choice, delta.text))
         else:
             pieces.extend(self._piece(event) for event in self._read(delta, self._reader))
+            self._count_calls(delta, self._reader)
         if delta.finish_reason is not None:
             reason: str = delta.finish_reason.value
             if delta.finish_reason is FinishReason.STOP and self._closed:
                 reason = TOOL_CALLS
             pieces.append(Finished(self._choice, reason, delta.stop_reason))
         return pieces
+
+    def abandon(self) -> None:
+        """Nothing more will be pushed."""
+        if self._ended or self._reader is None:
+            return
+        self._ended = True
+        name = self._reader.call_under_way
+        if name is not None and self._count is not None:
+            self._count(name, "aborted")
+
+    def _count_calls(self, delta: Delta, reader: AnswerReader) -> None:
+        self._ended = delta.finish_reason is not None
+        if self._count is None:
+            return
+        by_itself = delta.finish_reason is FinishReason.STOP and delta.stop_reason is None
+        for end in reader.ends[self._counted :]:
+            result: str = end.result
+            if result == "unfinished":
+                result = "malformed" if by_itself else "aborted"
+            self._count(end.name, result)
+        self._counted = len(reader.ends)
 
     def _read(self, delta: Delta, reader: AnswerReader) -> list[Event]:
         events = reader.push(delta.text)
@@ -175,12 +206,20 @@ class PieceStream:
     Args:
         streams: running requests, all with the same n.
         form: how their answers are written.
+        count: as `PieceBuilder`.
     """
 
-    def __init__(self, streams: Sequence[AnswerStream], form: AnswerFormat = PLAIN) -> None:
+    def __init__(
+        self,
+        streams: Sequence[AnswerStream],
+        form: AnswerFormat = PLAIN,
+        count: CallCount | None = None,
+    ) -> None:
         self.streams = streams
         self.n = streams[0].answer.request.sampling.n
-        self._builders = [PieceBuilder(index, form) for index in range(self.n * len(streams))]
+        self._builders = [
+            PieceBuilder(index, form, count) for index in range(self.n * len(streams))
+        ]
 
     async def steps(self) -> AsyncGenerator[list[Piece], None]:
         """The pieces of one delta at a time, all of one choice; never an empty list.
@@ -202,6 +241,8 @@ class PieceStream:
 
     def cancel(self) -> None:
         """End in the engine what still runs; does nothing after whole answers."""
+        for builder in self._builders:
+            builder.abandon()
         for stream in self.streams:
             stream.cancel()
 

@@ -61,9 +61,10 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         redoc_url=None,
         responses=openapi.errors(),
     )
-    app.state.service = Service(llm=llm, config=config, started=int(time.time()))
+    app.state.service = service = Service(llm=llm, config=config, started=int(time.time()))
     app.state.throughput = status.Throughput()
     app.state.operations = operations = Operations(llm, config)
+    operations.metrics.tool_calls = service.tool_calls
     app.openapi = openapi.describe(app, operations)  # type: ignore[method-assign]
     for router in (
         page.router,

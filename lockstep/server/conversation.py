@@ -7,10 +7,10 @@ to be held to a form, and the form in which the answer is read.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
-from lockstep.server.answers import PieceStream
+from lockstep.server.answers import CallCount, PieceStream
 from lockstep.server.generation import Envelope, Service, build_requests, off_loop
 from lockstep.text import Tokenizer
 from lockstep.text.answer import AnswerFormat
@@ -70,7 +70,7 @@ async def submit_turn(
             service, envelope, [prepared.ids], prepared.sampling, priority=priority, field=field
         )
         streams = await service.llm.submit(requests, shown=prepared.shown)
-        return PieceStream(streams, prepared.form)
+        return PieceStream(streams, prepared.form, _counter(service, prepared.form))
 
     try:
         return await attempt(loose=False)
@@ -80,6 +80,13 @@ async def submit_turn(
         if error.field != "tools" or all(f.strict for f in turn.callable()):
             raise
         return await attempt(loose=True)
+
+
+def _counter(service: Service, form: AnswerFormat) -> CallCount | None:
+    """Who counts the calls of an answer; nobody where no call is read."""
+    if form.tools is None:
+        return None
+    return partial(service.tool_calls.count, form.tools.name)
 
 
 def prepare(

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request as HTTPRequest
@@ -15,6 +15,7 @@ from starlette.responses import Response
 from lockstep.async_llm import AsyncLLM
 from lockstep.config import ServerConfig
 from lockstep.server.errors import UnknownModel
+from lockstep.server.metrics import ToolCalls
 from lockstep.server.replies import Reply, encode
 from lockstep.server.sse import EventStream, until_disconnect
 from lockstep.types import Request, SamplingParams
@@ -30,6 +31,7 @@ class Service:
     llm: AsyncLLM
     config: ServerConfig
     started: int
+    tool_calls: ToolCalls = field(default_factory=ToolCalls)
 
     @property
     def model_name(self) -> str:

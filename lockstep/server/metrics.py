@@ -42,6 +42,10 @@ _TOKEN_SECONDS = (
 )
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
 
+MAX_TOOL_NAMES = 200
+OTHER = "other"
+RESULTS = ("ok", "malformed", "aborted")
+
 
 class Histogram:
     """Counts of values by upper bound, and their sum."""
@@ -73,6 +77,32 @@ class Histogram:
         return family
 
 
+class ToolCalls:
+    """Function calls that models began, by what became of them.
+
+    Clients choose the names of functions: the first `MAX_TOOL_NAMES` are counted by name, later
+    ones together as "other". "" stands for calls that went wrong before they named one.
+
+    Attributes:
+        counts: by (parser, function, "ok" | "malformed" | "aborted"); each call is in one.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, str, str]] = Counter()
+        self._names: set[str] = {""}
+
+    def count(self, parser: str, name: str, result: str) -> None:
+        """Count a call."""
+        if name not in self._names:
+            if len(self._names) > MAX_TOOL_NAMES:
+                name = OTHER
+            else:
+                self._names.add(name)
+                for each in RESULTS:  # a rate needs the zeros as well
+                    self.counts[parser, name, each] += 0
+        self.counts[parser, name, result] += 1
+
+
 class Metrics:
     """Counters and histograms of a server, and the text that `/metrics` answers.
 
@@ -80,6 +110,7 @@ class Metrics:
         accepted: requests that the engine has taken. outcomes: what became of them; those
             in flight are `accepted` less all outcomes.
         http: replies by (method, route, status). refused: error replies by code.
+        tool_calls: function calls that models began.
         key_tokens: by (key's name, "prompt" or "generation").
         in_flight: HTTP requests being worked for.
         background: requests in the engine that no client waits for, such as lines of batches.
@@ -112,6 +143,7 @@ class Metrics:
         self.request_prompt_tokens = Histogram(_TOKENS)
         self.request_generation_tokens = Histogram(_TOKENS)
         self.http_seconds = Histogram(_SECONDS)
+        self.tool_calls = ToolCalls()
         self._llm = llm
         self._model = model
         self._aliases = aliases
@@ -238,6 +270,12 @@ class Metrics:
             "requests_in_background", "Of these, lines of batches.", self.background(), model
         )
         yield _gauge("batches_in_progress", "Files of requests at work.", self.batches(), model)
+        yield _table(
+            "tool_calls",
+            "Function calls that the model began, by what became of them.",
+            ("model_name", "parser", "tool", "result"),
+            (((model, *labels), count) for labels, count in self.tool_calls.counts.items()),
+        )
         ready = client.state is EngineState.READY
         yield _gauge("engine_up", "1 while the engine takes requests.", int(ready), model)
         yield _gauge(

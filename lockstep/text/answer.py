@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lockstep.text.events import Event, Passthrough, Reader
 from lockstep.text.reasoning import ReasoningReader, ThinkMarkers
 from lockstep.text.tools import Function, ToolFormat
+from lockstep.text.tools.base import CallEnd, CallReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,9 @@ class AnswerReader:
 
     def __init__(self, form: AnswerFormat) -> None:
         reader: Reader = Passthrough()
+        self._calls: CallReader | None = None
         if form.tools is not None:
-            reader = form.tools.reader(form.functions, eager=form.eager)
+            reader = self._calls = form.tools.reader(form.functions, eager=form.eager)
         self._thinking: ReasoningReader | None = None
         if form.thinking is not None:
             reader = self._thinking = ReasoningReader(form.thinking, form.thinking_opened, reader)
@@ -53,6 +55,16 @@ class AnswerReader:
     def reasoning_end(self) -> int | None:
         """Characters that the reasoning took of the text; None while that is open."""
         return 0 if self._thinking is None else self._thinking.end
+
+    @property
+    def ends(self) -> Sequence[CallEnd]:
+        """What became of the calls so far."""
+        return () if self._calls is None else self._calls.ends
+
+    @property
+    def call_under_way(self) -> str | None:
+        """As `CallReader.under_way`."""
+        return None if self._calls is None else self._calls.under_way
 
     def push(self, text: str) -> list[Event]:
         """The events that these characters complete."""

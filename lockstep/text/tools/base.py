@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lockstep.text.events import CallClosed, CallText, Event, Reader, Text, cut_at
+from lockstep.text.events import CallClosed, CallOpened, CallText, Event, Text, cut_at
 from lockstep.text.tools.rules import Rules
 from lockstep.types import RequestError
 
@@ -110,7 +110,7 @@ class ToolFormat(ABC):
     one_by_one: bool = False
 
     @abstractmethod
-    def reader(self, functions: Sequence[Function], *, eager: bool) -> Reader:
+    def reader(self, functions: Sequence[Function], *, eager: bool) -> CallReader:
         """A reader of one answer; its calls are those of `functions` only.
 
         Args:
@@ -133,6 +133,20 @@ class ToolFormat(ABC):
         """A Lark expression of free text in which whatever begins like a call is one."""
 
 
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """What became of a call that the model began.
+
+    Attributes:
+        name: of the function; "" where the call went wrong before it was known.
+        result: "ok"; "malformed": it went wrong and was content; "unfinished": the answer
+            ended in the middle of it.
+    """
+
+    name: str
+    result: Literal["ok", "malformed", "unfinished"]
+
+
 class CallReader:
     """Base of the readers: what is content, what belongs to calls, what is held back.
 
@@ -141,9 +155,14 @@ class CallReader:
     calls is dropped; a line break divides the content on both sides of them.
 
     Mutable; owned by one choice.
+
+    Attributes:
+        ends: of all calls so far. What only might have been one (a bracket at the beginning of
+            an answer, say) is none unless a marker or a declared name showed that it was meant.
     """
 
     def __init__(self, functions: Sequence[Function], *, eager: bool) -> None:
+        self.ends: list[CallEnd] = []
         self._functions = {function.name: function for function in functions}
         self._eager = eager
         self._state: Callable[[], bool]
@@ -151,10 +170,17 @@ class CallReader:
         self._raw: list[str] = []  # the call under way as the model wrote it
         self._pending: list[Event] = []  # what it will be if it goes well
         self._opened = False  # whether an event of it went out
+        self._called = ""  # the name of its function, once known
+        self._marked = False  # a marker stood before it
         self._space = ""  # white space that belongs to the content unless a call follows
         self._after_call = False
         self._said = False  # whether there is content already
         self._out: list[Event] = []
+
+    @property
+    def under_way(self) -> str | None:
+        """The name of a call that has begun and not ended, as in `CallEnd`; None without one."""
+        return self._called if self._raw and (self._called or self._marked) else None
 
     def push(self, text: str) -> list[Event]:
         """The events that these characters complete."""
@@ -166,11 +192,14 @@ class CallReader:
     def finish(self) -> list[Event]:
         """What was held back; a call still under way is content unless a grammar kept it."""
         self._end()
+        name = self.under_way
+        if name is not None:
+            self.ends.append(CallEnd(name, "unfinished"))
         if self._raw and self._eager:
             self._raw.clear()  # a call that was begun and not finished, for want of room
             self._buffer = ""
         elif self._raw:
-            self._break()
+            self._drop()
         self._content(self._take_buffer())
         if self._space:
             self._out.append(Text(self._space))
@@ -216,10 +245,14 @@ class CallReader:
         if not complete:
             return None
         self._raw.append(self._take_buffer(len(marker)))
+        self._marked = True
         return marker
 
     def _call(self, *events: Event) -> None:
         """Events of the call under way."""
+        for event in events:
+            if isinstance(event, CallOpened):
+                self._called = event.name
         if not self._eager:
             self._pending.extend(events)
         elif events:
@@ -232,12 +265,21 @@ class CallReader:
         self._drop_space()
         self._out.extend(self._pending)
         self._out.append(CallClosed())
+        self.ends.append(CallEnd(self._called, "ok"))
         self._forget()
 
     def _break(self) -> None:
-        """The call under way is none: what was written is content unless it was told of."""
+        """The call under way is none."""
+        name = self.under_way
+        if name is not None:
+            self.ends.append(CallEnd(name, "malformed"))
+        self._drop()
+
+    def _drop(self) -> None:
+        """Take the call under way back: what was written is content unless it was told of."""
         raw, opened = "".join(self._raw), self._opened
         self._forget()
+        self._marked = False
         if not opened:
             self._content(raw)
 
@@ -245,6 +287,7 @@ class CallReader:
         self._raw.clear()
         self._pending.clear()
         self._opened = False
+        self._called = ""
 
     def _drop_space(self) -> None:
         self._space = ""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.text.events import Reader
 from lockstep.text.grammar import literal
-from lockstep.text.tools.base import Function
+from lockstep.text.tools.base import CallReader, Function
 from lockstep.text.tools.json_calls import JsonCallReader, json_call
 from lockstep.text.tools.marked import END, START, MarkedFormat
 from lockstep.text.tools.rules import Rules, any_of
@@ -20,7 +19,7 @@ class HermesFormat(MarkedFormat):
 
     name = "hermes"
 
-    def reader(self, functions: Sequence[Function], *, eager: bool) -> Reader:
+    def reader(self, functions: Sequence[Function], *, eager: bool) -> CallReader:
         """As `ToolFormat.reader`."""
         return JsonCallReader(functions, eager=eager, start=START, end=END)
 

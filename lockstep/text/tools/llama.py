@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from lockstep.text.events import Reader
 from lockstep.text.grammar import json_rule
-from lockstep.text.tools.base import DEFINITIONS, Function, ToolFormat
+from lockstep.text.tools.base import DEFINITIONS, CallReader, Function, ToolFormat
 from lockstep.text.tools.json_calls import JsonCallReader, json_call
 from lockstep.text.tools.rules import Rules, any_of
 
@@ -25,7 +24,7 @@ class LlamaFormat(ToolFormat):
     special = (TAG,)
     one_by_one = True
 
-    def reader(self, functions: Sequence[Function], *, eager: bool) -> Reader:
+    def reader(self, functions: Sequence[Function], *, eager: bool) -> CallReader:
         """As `ToolFormat.reader`."""
         return JsonCallReader(functions, eager=eager, start=TAG, bare=True, separators=";,")
 

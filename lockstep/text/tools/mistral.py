@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from lockstep.text.events import Reader
 from lockstep.text.grammar import json_rule, literal
-from lockstep.text.tools.base import Function, ToolFormat
+from lockstep.text.tools.base import CallReader, Function, ToolFormat
 from lockstep.text.tools.json_calls import JsonCallReader, json_call
 from lockstep.text.tools.rules import ANY_TEXT, Rules, any_of
 from lockstep.text.tools.scan import JsonArguments
@@ -52,7 +51,7 @@ class MistralFormat(ToolFormat):
         self.name = "mistral_named" if named else "mistral"
         self._named = named
 
-    def reader(self, functions: Sequence[Function], *, eager: bool) -> Reader:
+    def reader(self, functions: Sequence[Function], *, eager: bool) -> CallReader:
         """As `ToolFormat.reader`; both forms are read."""
         return _MistralReader(functions, eager=eager, start=START)
 

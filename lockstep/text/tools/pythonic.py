@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.text.events import CallOpened, CallText, Reader
+from lockstep.text.events import CallOpened, CallText
 from lockstep.text.grammar import json_rule, literal
 from lockstep.text.tools.base import CallReader, Function, ToolFormat
 from lockstep.text.tools.rules import Rules, any_of
@@ -69,6 +69,7 @@ class _PythonicReader(CallReader):
         space = len(self._buffer) - len(text)
         if text.startswith(START):
             self._raw.append(self._take_buffer(space + len(START)))
+            self._marked = True
             self._state = self._bracket
         elif text.startswith("["):
             self._raw.append(self._take_buffer(space))
@@ -91,7 +92,7 @@ class _PythonicReader(CallReader):
     def _head(self) -> bool:
         head = _HEAD.match(self._buffer)
         if head is not None and head[1] in self._functions:
-            self._name = head[1]
+            self._name = self._called = head[1]
             self._raw.append(self._take_buffer(head.end() - 1))
             self._brackets, self._written = _Brackets(), []
             self._state = self._inside
@@ -197,7 +198,7 @@ class PythonicFormat(ToolFormat):
     name = "pythonic"
     special = (START, END)
 
-    def reader(self, functions: Sequence[Function], *, eager: bool) -> Reader:
+    def reader(self, functions: Sequence[Function], *, eager: bool) -> CallReader:
         """As `ToolFormat.reader`; a call is told of once it is complete in any case."""
         return _PythonicReader(functions, eager=eager)
 

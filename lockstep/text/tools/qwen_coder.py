@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.text.events import CallOpened, CallText, Reader
+from lockstep.text.events import CallOpened, CallText
 from lockstep.text.grammar import json_rule, literal
 from lockstep.text.tools.base import CallReader, Function
 from lockstep.text.tools.marked import END, START, MarkedFormat
@@ -174,7 +174,7 @@ class QwenCoderFormat(MarkedFormat):
 
     name = "qwen3_coder"
 
-    def reader(self, functions: Sequence[Function], *, eager: bool) -> Reader:
+    def reader(self, functions: Sequence[Function], *, eager: bool) -> CallReader:
         """As `ToolFormat.reader`; arguments come a parameter at a time."""
         return _CoderReader(functions, eager=eager)
 
