@@ -36,13 +36,21 @@ class Context:
 
 
 def render_input(
-    builder: RequestBuilder, given: str | Conversation, *, field: str = "input"
+    builder: RequestBuilder,
+    given: str | Conversation,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_arguments: Mapping[str, Any] | None = None,
+    field: str = "input",
 ) -> Context:
     """The context of an input: a text, or a conversation, rendered by the model's own template
     as a chat would be, so that a decision about a chat finds the chat's pages.
 
     A question goes behind the text of a last message from the user, else it is a message of
     its own. A model without a template reads plain text.
+
+    Args:
+        tools, template_arguments: as `RequestBuilder.encode_chat`.
 
     Raises:
         RequestError: empty, no text or conversation, or the template's complaint.
@@ -52,7 +60,7 @@ def render_input(
             raise RequestError(f"{field} must not be empty", field=field)
         given = [{"role": "user", "content": given}]
     try:
-        return _render(builder, given, field)
+        return _render(builder, given, tools, template_arguments or {}, field)
     except RequestError as error:
         raise _about(field, error) from None
 
@@ -64,7 +72,13 @@ def _about(field: str, error: RequestError) -> RequestError:
     return RequestError(str(error).replace("messages", field, 1), field=field, code=error.code)
 
 
-def _render(builder: RequestBuilder, given: Conversation, field: str) -> Context:
+def _render(
+    builder: RequestBuilder,
+    given: Conversation,
+    tools: Sequence[Mapping[str, Any]] | None,
+    arguments: Mapping[str, Any],
+    field: str,
+) -> Context:
     if builder.tokenizer.chat_template is None:
         text = "\n\n".join(_plain(message) for message in given)
         ids = builder.encode(text, field=field)
@@ -78,7 +92,9 @@ def _render(builder: RequestBuilder, given: Conversation, field: str) -> Context
     else:
         messages.append({"role": "user", "content": mark})
     # The answer stands where thoughts would begin.
-    rendered = builder.tokenizer.render_chat(messages, enable_thinking=False)
+    rendered = builder.tokenizer.render_chat(
+        messages, tools=tools, **{**arguments, "enable_thinking": False}
+    )
     before, found, after = rendered.partition(mark)
     if not found or mark in after or not before:
         raise RequestError(
