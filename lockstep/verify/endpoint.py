@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 from urllib.parse import urlsplit
 
 import httpx
@@ -74,6 +75,7 @@ class Endpoint:
         api_key: sent as a bearer token, if there is one.
         timeout: seconds that one request may take from sending to the last byte.
         connections: most requests at once; more of them wait, and their wait is in no reading.
+        extra: further fields of every body.
         transport: another way to reach the server, for tests.
 
     Raises:
@@ -88,11 +90,13 @@ class Endpoint:
         timeout: float = TIMEOUT,
         *,
         connections: int = CONNECTIONS,
+        extra: Mapping[str, Any] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = api_base(url)
         self._model = model
         self._timeout = timeout
+        self._extra = dict(extra or {})
         self._client = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=None,  # each request has a deadline of its own
@@ -153,7 +157,7 @@ class Endpoint:
             began = time.perf_counter()
             try:
                 async with asyncio.timeout(self._timeout):
-                    body = request.body(await self.model())
+                    body = {**request.body(await self.model()), **self._extra}
                     began = time.perf_counter()
                     status, content = await self._post(request.path, body)
             except TimeoutError:

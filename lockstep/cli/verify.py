@@ -1,0 +1,168 @@
+"""`lockstep verify`: evidence about deployments, of Lockstep and of other servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from lockstep.verify.compare import Comparison
+    from lockstep.verify.endpoint import Endpoint
+    from lockstep.verify.report import Report
+    from lockstep.verify.rule import EndpointRule, Rule
+
+NO_VERDICT = 2
+
+app = typer.Typer(help="Prove what a deployment does: this one or another's.", no_args_is_help=True)
+ledger_app = typer.Typer(help="The record of past runs.", no_args_is_help=True)
+app.add_typer(ledger_app, name="ledger")
+
+LedgerPath = Annotated[
+    Path, typer.Option("--ledger", help="The record that this run goes on; it is only added to.")
+]
+DEFAULT_LEDGER = Path("verify-ledger.jsonl")
+ReportPath = Annotated[
+    Path | None, typer.Option("--report", help="Write the report there too, as one HTML file.")
+]
+
+
+@app.callback()
+def _verify() -> None:
+    """Prove what a deployment does: this one or another's."""
+
+
+@app.command()
+def compare(
+    rule: Annotated[Path, typer.Argument(help="A YAML file, see docs/verify.md.")],
+    ledger: LedgerPath = DEFAULT_LEDGER,
+    report: ReportPath = None,
+    print_hash: Annotated[
+        bool, typer.Option("--print-hash", help="Only say the rule's hash; ask nothing.")
+    ] = False,
+) -> None:
+    """Do two deployments answer alike, by a rule that was fixed beforehand?
+
+    Ends with status 0 for pass, 1 for fail, 2 where it cannot be decided (or nothing ran).
+    """
+    require_extra()
+    from lockstep.verify.comparison_report import details, figures, report_of
+    from lockstep.verify.ledger import Ledger
+    from lockstep.verify.ledger_report import summary
+    from lockstep.verify.rule import load
+    from lockstep.verify.verdict import EXIT
+
+    fixed = load(rule)
+    if print_hash:
+        typer.echo(fixed.hash)
+        return
+    a, b = open_endpoint(fixed.a, fixed), open_endpoint(fixed.b, fixed)
+    subject = f"{fixed.name}: {a.name} and {b.name}"
+    with Ledger(ledger).run("compare", rule=fixed.hash, subject=subject) as run:
+        typer.echo(f"rule {fixed.hash}", err=True)
+        found = asyncio.run(_compare(fixed, a, b))
+        record = run.finish(
+            found.verdict.value, figures(found), details(found), reason=found.reason
+        )
+    show(report_of(found, a.name, b.name), report)
+    typer.echo(f"on record in {ledger}: {summary(record)}", err=True)
+    raise typer.Exit(EXIT[found.verdict])
+
+
+async def _compare(rule: Rule, a: Endpoint, b: Endpoint) -> Comparison:
+    from lockstep.progress import progress_bar, wanted
+    from lockstep.verify.compare import compare as run
+
+    with progress_bar(wanted(None), "asking", 1.0) as advance:
+        async with a, b:
+            return await run(
+                rule, a, b, lambda done, of: advance(done / of, f"{done} of {of} answers")
+            )
+
+
+@ledger_app.command("check")
+def ledger_check(
+    path: Annotated[Path, typer.Argument(help="The ledger.")] = DEFAULT_LEDGER,
+    head: Annotated[
+        str,
+        typer.Option(
+            help="A hash kept from earlier: that record must still be there. Without one, a "
+            "cut-off end or a ledger written anew cannot be seen."
+        ),
+    ] = "",
+) -> None:
+    """Was anything in the record edited, deleted, inserted or reordered? Exit status 1 if so."""
+    require_extra()
+    from lockstep.verify.ledger import check
+
+    checked = check(path, head)
+    for problem in checked.problems:
+        typer.echo(problem)
+    typer.echo(f"{len(checked.records)} records, head {checked.head}")
+    if checked.problems:
+        raise typer.Exit(1)
+
+
+@ledger_app.command("show")
+def ledger_show(
+    path: Annotated[Path, typer.Argument(help="The ledger.")] = DEFAULT_LEDGER,
+    report: ReportPath = None,
+) -> None:
+    """All runs of the record as a table, failed and unfinished ones among them."""
+    require_extra()
+    from lockstep.verify.ledger import check
+    from lockstep.verify.ledger_report import report_of
+
+    show(report_of(path, check(path)), report)
+
+
+def open_endpoint(rule: EndpointRule, fixed: Rule) -> Endpoint:
+    """One of a rule's endpoints.
+
+    Raises:
+        typer.BadParameter: its key is not in the environment.
+    """
+    from lockstep.verify.endpoint import Endpoint
+
+    return Endpoint(
+        rule.url,
+        rule.model,
+        key_from(rule.key),
+        fixed.timeout,
+        connections=fixed.concurrency,
+        extra=rule.extra,
+    )
+
+
+def key_from(variable: str) -> str:
+    """The API key in an environment variable; "" for no variable.
+
+    Raises:
+        typer.BadParameter: it is not set.
+    """
+    if variable and variable not in os.environ:
+        raise typer.BadParameter(f"the environment has no variable {variable}")
+    return os.environ.get(variable, "") if variable else ""
+
+
+def show(report: Report, path: Path | None) -> None:
+    """Print a report, and write it where a path is given."""
+    from lockstep.verify.report import print_report, write_html
+
+    print_report(report)
+    if path is not None:
+        write_html(report, path)
+        typer.echo(f"report: {path}", err=True)
+
+
+def require_extra() -> None:
+    """End the command with a hint where what `verify` needs is missing."""
+    missing = [name for name in ("httpx", "matplotlib", "scipy", "yaml") if find_spec(name) is None]
+    if missing:
+        raise typer.BadParameter(
+            f"{', '.join(missing)} not installed: pip install '.[verify]' in Lockstep's folder"
+        )
