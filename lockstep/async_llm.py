@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from enum import StrEnum
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, Unpack, cast, overload
 
-from lockstep.decisions import (
-    Choice,
-    Decision,
-    Predicate,
-    Question,
-    inquire,
-    inquire_prefix,
-)
-from lockstep.decisions import Score as ScoreQuestion
+from lockstep.branch import Branch, check_branch_name
+from lockstep.decisions import Decision, GatedCompletion, Question, inquire_prefix
+from lockstep.decisions.asking import GateArguments, ask, gated_requests, is_one_question
 from lockstep.embeddings import PoolingKind, Vector, embed_requests, embedding
 from lockstep.engine.client import (
     HANG_SECONDS,
@@ -251,13 +246,32 @@ class AsyncLLM:
         """Forget every cached prefix, before any request that is submitted later."""
         self._client.flush_cache()
 
+    @property
+    def branches(self) -> Mapping[str, Branch]:
+        """The loaded branches, by name."""
+        return self._client.branches
+
+    async def load_branch(self, name: str, folder: str | os.PathLike[str]) -> Branch:
+        """As `LLM.load_branch`. An engine that is started again has it, too."""
+        check_branch_name(name)
+        return await self._client.load_branch(name, os.path.abspath(folder))
+
+    async def unload_branch(self, name: str) -> None:
+        """As `LLM.unload_branch`."""
+        await self._client.unload_branch(name)
+
     async def submit(
-        self, requests: Sequence[Request], *, shown: frozenset[int] = frozenset()
+        self,
+        requests: Sequence[Request],
+        *,
+        shown: frozenset[int] = frozenset(),
+        begins: Sequence[Sequence[str]] = (),
     ) -> list[AnswerStream]:
         """Queue requests; returns when the engine has taken all of them, or none stays.
 
         Args:
             shown: control tokens that have text in the answers, see `TextStream`.
+            begins: of gated requests, for each of them as `Answer`.
 
         Raises:
             RequestError, EngineUnavailable: as `EngineClient.submit`; what `doorkeeper` raises.
@@ -281,10 +295,12 @@ class AsyncLLM:
             AnswerStream(
                 self._client,
                 queue,
-                Answer(self.tokenizer, request, shown),
+                Answer(self.tokenizer, request, shown, own),
                 None if keeper is None else keeper.watch(request, submitted),
             )
-            for request, queue in zip(requests, queues, strict=True)
+            for request, queue, own in zip(
+                requests, queues, begins or [()] * len(requests), strict=True
+            )
         ]
 
     @overload  # a str is one prompt, though it is a sequence of str too
@@ -343,26 +359,30 @@ class AsyncLLM:
         return scores[0] if one else scores
 
     @overload
-    async def decide(self, given: str | Conversation, questions: Question) -> Decision: ...
-
-    @overload
     async def decide(
         self,
         given: str | Conversation,
-        questions: Sequence[Question],
+        questions: Question | None = None,
+        *,
+        branch: str = "",
+    ) -> Decision: ...
+
+    @overload
+    async def decide(
+        self, given: str | Conversation, questions: Sequence[Question], *, branch: str = ""
     ) -> list[Decision]: ...
 
     async def decide(
         self,
         given: str | Conversation,
-        questions: Question | Sequence[Question],
+        questions: Question | Sequence[Question] | None = None,
+        *,
+        branch: str = "",
     ) -> Decision | list[Decision]:
         """As `LLM.decide`."""
-        one = isinstance(questions, Predicate | Choice | ScoreQuestion)
-        batch = cast("Sequence[Question]", [questions] if one else questions)
-        inquiry = inquire(self.builder, given, batch)
+        inquiry = ask(self.builder, self._branches(branch), given, questions, branch)
         decisions = inquiry.decisions(await self._run(list(inquiry.requests())))
-        return decisions[0] if one else decisions
+        return decisions[0] if is_one_question(questions) else decisions
 
     async def decide_prefix(
         self, given: str | Conversation, prefix: str, options: Sequence[str]
@@ -370,6 +390,32 @@ class AsyncLLM:
         """As `LLM.decide_prefix`."""
         inquiry = inquire_prefix(self.builder, given, prefix, options)
         return inquiry.decisions(await self._run(list(inquiry.requests())))[0]
+
+    @overload  # a str is one prompt, though it is a sequence of str too
+    async def decide_then_write(  # type: ignore[overload-overlap]
+        self, given: str | Conversation, params: Params = None, **gate: Unpack[GateArguments]
+    ) -> GatedCompletion: ...
+
+    @overload
+    async def decide_then_write(
+        self,
+        given: Sequence[str] | Sequence[Conversation],
+        params: Params = None,
+        **gate: Unpack[GateArguments],
+    ) -> list[GatedCompletion]: ...
+
+    async def decide_then_write(
+        self,
+        given: str | Conversation | Sequence[str] | Sequence[Conversation],
+        params: Params = None,
+        **gate: Unpack[GateArguments],
+    ) -> GatedCompletion | list[GatedCompletion]:
+        """As `LLM.decide_then_write`; cancelling the call cancels the requests."""
+        branches = self._branches(gate.get("branch", ""))
+        one, gated, requests = gated_requests(self.builder, branches, given, params, gate)
+        completions = await self._run(requests, [own.begins for own in gated])
+        found = [GatedCompletion.of(g, c) for g, c in zip(gated, completions, strict=True)]
+        return found[0] if one else found
 
     @overload  # a str is one prompt, though it is a sequence of str too
     async def embed(  # type: ignore[overload-overlap]
@@ -420,6 +466,10 @@ class AsyncLLM:
             self.builder.build(ids, one_params(params, CHAT_DEFAULTS), field="messages")
         )
 
+    def _branches(self, wanted: str) -> Mapping[str, Branch]:
+        """Those that there are, if one is wanted."""
+        return self.branches if wanted else {}
+
     async def _stream(self, request: Request) -> AsyncGenerator[Delta, None]:
         (stream,) = await self.submit([request])
         try:
@@ -428,8 +478,10 @@ class AsyncLLM:
         finally:
             stream.cancel()
 
-    async def _run(self, requests: Sequence[Request]) -> list[Completion]:
-        streams = await self.submit(requests)
+    async def _run(
+        self, requests: Sequence[Request], begins: Sequence[Sequence[str]] = ()
+    ) -> list[Completion]:
+        streams = await self.submit(requests, begins=begins)
         try:
             return [await stream.completion() for stream in streams]
         finally:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,9 @@ TENSORS = "branch.safetensors"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 MAX_RANK = 256
 MAX_OUTPUTS = 1024
+MAX_NUMBER = 1e30  # of a scale or a temperature
+MAX_DESCRIPTION = 1 << 20  # bytes of branch.json
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 Adapt = Literal["suffix", "context"]
 HeadKind = Literal["options", "codes", "value"]
@@ -33,6 +36,18 @@ HeadKind = Literal["options", "codes", "value"]
 
 class BranchError(LockstepError, ValueError):
     """A branch that cannot be used: names the file, key or tensor at fault."""
+
+
+def check_branch_name(name: object) -> None:
+    """Refuse what no branch can be called: clients write the name where a model's stands.
+
+    Raises:
+        BranchError: not 1 to 64 of letters, digits and ._@-, the first a letter or digit.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise BranchError(
+            f"a branch's name must be 1 to 64 of letters, digits and ._@-, got {name!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +106,10 @@ class Branch:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise BranchError(f"{name} must be a number, got {value!r}")
-            if not math.isfinite(value) or (name == "temperature" and value <= 0):
-                raise BranchError(f"{name} must be finite, a temperature above 0, got {value!r}")
+            if not -MAX_NUMBER <= value <= MAX_NUMBER or (name == "temperature" and value <= 0):
+                raise BranchError(
+                    f"{name} must be at most 1e30 in size, a temperature above 0, got {value!r}"
+                )
         for name, known in (
             ("adapt", ("suffix", "context")),
             ("head", ("options", "codes", "value")),
@@ -147,10 +164,14 @@ def read_branch(folder: str | Path) -> Branch:
     """
     path = Path(folder) / DESCRIPTION
     try:
+        if path.exists() and (not path.is_file() or path.stat().st_size > MAX_DESCRIPTION):
+            raise BranchError(f"{path}: not a file of at most {MAX_DESCRIPTION} bytes")
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BranchError(f"{path}: {error.strerror or error}") from None
-    except ValueError as error:
+    except BranchError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise BranchError(f"{path}: not JSON: {error}") from None
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
         raise BranchError(f"{path}: format must be {FORMAT}")

@@ -6,6 +6,7 @@ no torch; making an `LLM` does.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -13,15 +14,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack, cast, overload
 
 from lockstep.async_llm import AnswerStream, AsyncLLM
-from lockstep.decisions import (
-    Choice,
-    Decision,
-    Predicate,
-    Question,
-    inquire,
-    inquire_prefix,
-)
-from lockstep.decisions import Score as ScoreQuestion
+from lockstep.branch import Branch, check_branch_name
+from lockstep.decisions import Decision, Gated, GatedCompletion, Question, inquire_prefix
+from lockstep.decisions.asking import GateArguments, ask, gated_requests, is_one_question
 from lockstep.embeddings import PoolingKind, Vector, embed_requests, embedding
 from lockstep.engine.client import EngineUnavailable
 from lockstep.outputs import Answer, Delta, GenerationError, Score
@@ -130,6 +125,30 @@ class LLM:
     def flush_cache(self) -> None:
         """Forget every cached prefix."""
         self._open_engine().flush_cache()
+
+    @property
+    def branches(self) -> dict[str, Branch]:
+        """The loaded branches, by name."""
+        return dict(self._open_engine().branches)
+
+    def load_branch(self, name: str, folder: str | os.PathLike[str]) -> Branch:
+        """Load a branch; in place of one of the same name, which ends when nobody uses it.
+
+        Raises:
+            BranchError: it was trained on another base, or cannot be used as it is.
+        """
+        check_branch_name(name)
+        with self._lock:
+            return self._open_engine().load_branch(name, os.path.abspath(folder))
+
+    def unload_branch(self, name: str) -> None:
+        """Forget a branch; requests that use it end first.
+
+        Raises:
+            BranchError: there is none of this name.
+        """
+        with self._lock:
+            self._open_engine().unload_branch(name)
 
     def close(self) -> None:
         """Free the model and its cache; calling again does nothing."""
@@ -249,7 +268,12 @@ class LLM:
 
     @overload
     def decide(
-        self, given: str | Conversation, questions: Question, *, progress: bool | None = None
+        self,
+        given: str | Conversation,
+        questions: Question | None = None,
+        *,
+        branch: str = "",
+        progress: bool | None = None,
     ) -> Decision: ...
 
     @overload
@@ -258,14 +282,16 @@ class LLM:
         given: str | Conversation,
         questions: Sequence[Question],
         *,
+        branch: str = "",
         progress: bool | None = None,
     ) -> list[Decision]: ...
 
     def decide(
         self,
         given: str | Conversation,
-        questions: Question | Sequence[Question],
+        questions: Question | Sequence[Question] | None = None,
         *,
+        branch: str = "",
         progress: bool | None = None,
     ) -> Decision | list[Decision]:
         """Answer typed questions about an input with a probability for every option.
@@ -275,16 +301,15 @@ class LLM:
         Args:
             given: a text, or a conversation.
             questions: `Predicate`, `Choice` or `Score` of `lockstep.decisions`. One in, one
-                out; a list in, a list out, in its order.
+                out; a list in, a list out, in its order. None is a branch's own question.
+            branch: name of the branch that decides; "" is the trunk itself.
 
         Raises:
             RequestError, GenerationError: as `generate`.
         """
-        one = isinstance(questions, Predicate | Choice | ScoreQuestion)
-        batch = cast("Sequence[Question]", [questions] if one else questions)
-        inquiry = inquire(self._builder, given, batch)
+        inquiry = ask(self._builder, self._branches(branch), given, questions, branch)
         decisions = inquiry.decisions(self._run(list(inquiry.requests()), progress))
-        return decisions[0] if one else decisions
+        return decisions[0] if is_one_question(questions) else decisions
 
     def decide_prefix(
         self,
@@ -303,6 +328,53 @@ class LLM:
         """
         inquiry = inquire_prefix(self._builder, given, prefix, options)
         return inquiry.decisions(self._run(list(inquiry.requests()), progress))[0]
+
+    @overload  # a str is one prompt, though it is a sequence of str too
+    def decide_then_write(  # type: ignore[overload-overlap]
+        self,
+        given: str | Conversation,
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+        **gate: Unpack[GateArguments],
+    ) -> GatedCompletion: ...
+
+    @overload
+    def decide_then_write(
+        self,
+        given: Sequence[str] | Sequence[Conversation],
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+        **gate: Unpack[GateArguments],
+    ) -> list[GatedCompletion]: ...
+
+    def decide_then_write(
+        self,
+        given: str | Conversation | Sequence[str] | Sequence[Conversation],
+        params: Params = None,
+        *,
+        progress: bool | None = None,
+        **gate: Unpack[GateArguments],
+    ) -> GatedCompletion | list[GatedCompletion]:
+        """Decide about each prompt; write only where the decision is in `continue_if`.
+
+        Each prompt is computed once for both. What is written is what `generate` or `chat`
+        would have written.
+
+        Args:
+            given: a prompt (a text) or a conversation, or a list of either.
+            params: as `generate`, of conversations as `chat`.
+            gate: see `GateArguments`: a `question`, a `branch`, or a `prefix` with `options`.
+
+        Raises:
+            RequestError, GenerationError: as `generate`.
+        """
+        branches = self._branches(gate.get("branch", ""))
+        one, gated, requests = gated_requests(self._builder, branches, given, params, gate)
+        completions = self._run(requests, progress, gated)
+        found = [GatedCompletion.of(g, c) for g, c in zip(gated, completions, strict=True)]
+        return found[0] if one else found
 
     @overload  # a str is one prompt, though it is a sequence of str too
     def embed(  # type: ignore[overload-overlap]
@@ -361,6 +433,10 @@ class LLM:
             self._builder.build(ids, one_params(params, CHAT_DEFAULTS), field="messages")
         )
 
+    def _branches(self, wanted: str) -> dict[str, Branch]:
+        """Those that there are, if one is wanted."""
+        return self.branches if wanted else {}
+
     def _open_engine(self) -> Engine:
         if self._engine is None:
             raise LockstepError("this LLM was closed")
@@ -379,8 +455,17 @@ class LLM:
         if answer.failure:
             raise GenerationError(answer.failure, [answer.completion()])
 
-    def _run(self, requests: Sequence[Request], progress: bool | None) -> list[Completion]:
-        answers = {request.id: Answer(self.tokenizer, request) for request in requests}
+    def _run(
+        self,
+        requests: Sequence[Request],
+        progress: bool | None,
+        gated: Sequence[Gated] = (),
+    ) -> list[Completion]:
+        begins = [own.begins for own in gated] or [()] * len(requests)
+        answers = {
+            request.id: Answer(self.tokenizer, request, begins=own)
+            for request, own in zip(requests, begins, strict=True)
+        }
         shown = wanted(self._progress if progress is None else progress)
         finished = tokens = 0
         with (

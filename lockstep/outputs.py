@@ -14,6 +14,7 @@ from lockstep.types import (
     Choice,
     Completion,
     FinishReason,
+    GateOutcome,
     LockstepError,
     Request,
     SequenceOutput,
@@ -47,6 +48,7 @@ class Delta:
         stop_reason: the stop string or client's stop token id that ended it, if one did.
         cached_tokens: prompt tokens that came from the prefix cache.
         prompt_logprobs: on the first delta of the answer, when asked for.
+        gate: on the first delta of each choice of a gated request.
     """
 
     choice: int
@@ -58,13 +60,19 @@ class Delta:
     stop_reason: str | int | None = None
     cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    gate: GateOutcome | None = None
 
 
 class _ChoiceState:
-    """One choice under construction."""
+    """One choice under construction.
 
-    def __init__(self, tokenizer: Tokenizer, request: Request, shown: frozenset[int]) -> None:
-        self.stream = TextStream(tokenizer, request.prompt, request.sampling, shown=shown)
+    Attributes:
+        stream: behind the prompt; of a gated request made anew when the header is known.
+    """
+
+    def __init__(self, stream: TextStream) -> None:
+        self.stream = stream
+        self.offset = 0  # characters before those of the stream
         self.text: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
@@ -80,18 +88,49 @@ class Answer:
 
     Args:
         shown: as `TextStream`.
+        begins: for each option of the request's gate the text with which the answer begins, see
+            `decisions.Gated`.
+
+    Attributes:
+        gate: what the request's gate decided.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, request: Request, shown: frozenset[int] = frozenset()
+        self,
+        tokenizer: Tokenizer,
+        request: Request,
+        shown: frozenset[int] = frozenset(),
+        begins: Sequence[str] = (),
     ) -> None:
         self.request = request
         self.cached_tokens = 0
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.pooled: tuple[bytes, ...] = ()
+        self.scores: tuple[float, ...] = ()
+        self.gate: GateOutcome | None = None
         self.failure = ""
-        self._choices = [_ChoiceState(tokenizer, request, shown) for _ in range(request.sampling.n)]
+        self._tokenizer = tokenizer
+        self._shown = shown
+        self._begins = begins
+        self._choices = [_ChoiceState(self._stream()) for _ in range(request.sampling.n)]
         self._unfinished = request.sampling.n
+
+    def _stream(self, header: Sequence[int] = ()) -> TextStream:
+        """The text of what follows the prompt and `header`."""
+        ids = (*self.request.prompt, *header) if header else self.request.prompt
+        return TextStream(self._tokenizer, ids, self.request.sampling, shown=self._shown)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens read: the prompt, and a gate's question and the header that it opened with.
+        Of a header that goes on from the question, the question counts once."""
+        count, gate = len(self.request.prompt), self.request.gate
+        if gate is None:
+            return count
+        asked = gate.probes[0].suffix
+        header = (gate.headers[self.gate.chosen] if self.gate is not None else None) or ()
+        goes_on = len(header) > 0 and header[: len(asked)] == asked
+        return count + len(header) + (0 if goes_on else len(asked))
 
     @property
     def done(self) -> bool:
@@ -109,13 +148,15 @@ class Answer:
         choice = self._choices[output.choice]
         if choice.finish is not None:
             return None
+        begin = self._open(choice, output.gate) if output.gate is not None else ""
         text = choice.stream.push(output.tokens, output.finish)
         finish = output.finish
         if isinstance(text.stopped, str):
             finish = FinishReason.STOP
         tokens = output.tokens[: text.tokens]
         logprobs = output.logprobs[: text.tokens]
-        choice.text.append(text.text)
+        added = begin + text.text
+        choice.text.append(added)
         choice.token_ids.extend(tokens)
         choice.logprobs.extend(logprobs)
         choice.finish = finish
@@ -127,19 +168,35 @@ class Answer:
             self.prompt_logprobs = output.prompt_logprobs
         if output.pooled:
             self.pooled = output.pooled
+        if output.scores:
+            self.scores = output.scores
         if finish is FinishReason.ERROR:
             self.failure = output.error or "the step that computed it failed"
         return Delta(
             choice=output.choice,
-            text=text.text,
+            text=added,
             token_ids=tokens,
             logprobs=logprobs,
-            token_offsets=text.token_offsets,
+            token_offsets=tuple(choice.offset + start for start in text.token_offsets)
+            if choice.offset
+            else text.token_offsets,
             finish_reason=finish,
             stop_reason=text.stopped,
             cached_tokens=self.cached_tokens,
             prompt_logprobs=output.prompt_logprobs,
+            gate=output.gate,
         )
+
+    def _open(self, choice: _ChoiceState, outcome: GateOutcome) -> str:
+        """Take a gate's outcome; returns the text with which the choice begins."""
+        self.gate = outcome
+        header = self.request.gate.headers[outcome.chosen] if self.request.gate else None
+        if header is None:
+            return ""
+        choice.stream = self._stream(header)
+        begin = self._begins[outcome.chosen] if self._begins else ""
+        choice.offset = len(begin)
+        return begin
 
     def completion(self) -> Completion:
         """The whole answer; choices that have not finished count as cancelled."""
@@ -160,6 +217,8 @@ class Answer:
             cached_tokens=self.cached_tokens,
             prompt_logprobs=self.prompt_logprobs,
             pooled=self.pooled,
+            scores=self.scores,
+            gate=self.gate,
         )
 
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any, Literal, TypedDict, Unpack
 
-from lockstep.config import CacheConfig, ConfigError, EngineConfig, ModelOptions, SchedulerConfig
+from lockstep.branch import check_branch_name
+from lockstep.config import (
+    BranchOptions,
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    ModelOptions,
+    SchedulerConfig,
+)
 
 _DTYPES = ("auto", "bfloat16", "float32")
 _BACKENDS = ("auto", "native", "torch", "triton")
@@ -27,6 +37,10 @@ class EngineSettings(TypedDict, total=False):
     max_context: int
     max_queue: int
     overlap: bool
+    branches: Mapping[str, str | os.PathLike[str]]
+    branch_depth: Literal["full", "exit"]
+    keep_activations: bool
+    keep_tails: bool
 
 
 _ROOMS: dict[str, tuple[str, str]] = {
@@ -45,6 +59,10 @@ _ROOMS: dict[str, tuple[str, str]] = {
             "overlap",
         )
     },
+    "branches": ("branches", "load"),
+    "branch_depth": ("branches", "depth"),
+    "keep_activations": ("branches", "keep_activations"),
+    "keep_tails": ("branches", "keep_tails"),
 }
 
 
@@ -54,12 +72,17 @@ def engine_config(model: str, **settings: Unpack[EngineSettings]) -> EngineConfi
     Raises:
         ConfigError: an unknown setting, or a value out of range.
     """
-    rooms: dict[str, dict[str, Any]] = {"model": {"name": model}, "cache": {}, "scheduler": {}}
+    rooms: dict[str, dict[str, Any]] = {
+        "model": {"name": model},
+        "cache": {},
+        "scheduler": {},
+        "branches": {},
+    }
     for name, value in settings.items():
         if name not in _ROOMS:
             raise ConfigError(f"unknown setting {name!r}; there are {', '.join(_ROOMS)}")
         room, key = _ROOMS[name]
-        rooms[room][key] = value
+        rooms[room][key] = _folders(value) if name == "branches" else value
     for name, allowed in (("dtype", _DTYPES), ("backend", _BACKENDS)):
         value = rooms["model"].get(name, "auto")
         if value not in allowed:
@@ -68,4 +91,20 @@ def engine_config(model: str, **settings: Unpack[EngineSettings]) -> EngineConfi
         model=ModelOptions(**rooms["model"]),
         cache=CacheConfig(**rooms["cache"]),
         scheduler=SchedulerConfig(**rooms["scheduler"]),
+        branches=BranchOptions(**rooms["branches"]),
     )
+
+
+def _folders(branches: Any) -> tuple[tuple[str, str], ...]:
+    """Branches as the engine's process, which may stand elsewhere, finds them.
+
+    Raises:
+        ConfigError, BranchError: no map from names to folders, or a name that cannot be one.
+    """
+    if not isinstance(branches, Mapping):
+        raise ConfigError(f"branches must map names to folders, got {branches!r}")
+    for name, folder in branches.items():
+        check_branch_name(name)
+        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+            raise ConfigError(f"branches: {name!r} must have a folder, got {folder!r}")
+    return tuple((name, os.path.abspath(folder)) for name, folder in branches.items())

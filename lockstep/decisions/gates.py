@@ -19,8 +19,16 @@ from lockstep.decisions.questions import Choice, Predicate, Question, Score, Val
 from lockstep.decisions.render import Context, context_ids, question_text, render_input, suffix_ids
 from lockstep.decisions.sources import label_paths, labels_of, option_paths, prefix_question
 from lockstep.options import Path, probes, shortest
+from lockstep.outputs import GenerationError
 from lockstep.requests import Conversation, RequestBuilder
-from lockstep.types import Completion, Gate, GateOutcome, GateProbe, RequestError
+from lockstep.types import (
+    Completion,
+    Gate,
+    GateOutcome,
+    GateProbe,
+    RequestError,
+    SamplingParams,
+)
 
 MAX_REREAD = 64
 """Tokens at a conversation's end that may stand otherwise when a question follows: white space
@@ -38,17 +46,19 @@ class GateSpec:
         prefix, options: the beginning of the reply, and the texts that may follow it.
         threshold: option -> a probability at which it wins, in place of its own; see
             `options.choose`.
+        values: `continue_if` as a tuple.
 
     Raises:
         RequestError: not exactly one source, or something else than it should be.
     """
 
-    continue_if: Iterable[Value]
+    continue_if: Iterable[Value] | Value
     question: Question | None = None
     branch: str = ""
     prefix: str | None = None
     options: Sequence[str] = ()
     threshold: Mapping[Any, float] = field(default_factory=dict)
+    values: tuple[Value, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         given = self.continue_if
@@ -57,8 +67,8 @@ class GateSpec:
             raise RequestError(
                 f"continue_if must be a list of options, got {given!r}", field="continue_if"
             )
-        object.__setattr__(self, "continue_if", tuple(values))
-        if not self.continue_if:
+        object.__setattr__(self, "values", tuple(values))
+        if not self.values:
             raise RequestError(
                 "continue_if must name at least one option: without, nothing is ever written",
                 field="continue_if",
@@ -78,6 +88,20 @@ class GateSpec:
             raise RequestError(
                 f"threshold must map options to probabilities, got {self.threshold!r}",
                 field="threshold",
+            )
+
+    def check_writer(self, params: SamplingParams) -> None:
+        """Refuse a grammar where the reply has begun before it.
+
+        Raises:
+            RequestError: naming what asked for the grammar.
+        """
+        if self.prefix is not None and params.grammar is not None:
+            name = params.grammar.name
+            raise RequestError(
+                f"{name} holds from the first token that is written, and a gate's prefix is "
+                "part of the reply before it: ask a question or a branch instead",
+                field=name,
             )
 
 
@@ -115,6 +139,17 @@ class GatedCompletion:
 
     decision: Decision
     completion: Completion
+
+    @classmethod
+    def of(cls, gated: Gated, completion: Completion) -> GatedCompletion:
+        """From what the engine said.
+
+        Raises:
+            GenerationError: the request was cancelled before its decision.
+        """
+        if completion.gate is None:
+            raise GenerationError("a gated request was cancelled", [completion])
+        return cls(gated.decision(completion.gate), completion)
 
     @property
     def text(self) -> str:
@@ -275,8 +310,7 @@ def _probes(suffix: Path, sequences: Sequence[Path]) -> tuple[GateProbe, ...]:
 def _opens(spec: GateSpec, question: Question) -> list[bool]:
     """For each option whether it opens the gate."""
     chosen = {
-        _index(question, value, f"continue_if[{place}]")
-        for place, value in enumerate(spec.continue_if)
+        _index(question, value, f"continue_if[{place}]") for place, value in enumerate(spec.values)
     }
     return [index in chosen for index in range(len(question.options))]
 
