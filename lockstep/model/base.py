@@ -49,7 +49,7 @@ class DecoderModel(nn.Module):
     behind. Nothing here is per request: which rows run is the runner's business.
 
     Attributes:
-        groups: cache groups, in the order of `ForwardStep.attention`.
+        groups: cache groups; `ForwardStep.attention` names them by their place.
         num_layers, hidden_size, vocab_size: of the model.
         max_context: positions that the rotation tables cover.
         architecture: name in `config.json`. weight_bytes: bytes of packed weights.
@@ -208,7 +208,7 @@ class DecoderModel(nn.Module):
         )
         return Attention(self.backend, shape, qkv, out, rope, norm)
 
-    def build_mlp(self, prefix: str, activation: Activation) -> GatedMLP:
+    def build_mlp(self, prefix: str, layer: int, activation: Activation) -> GatedMLP:
         gate_up = self.loader.gated(
             f"{prefix}.gate_proj.weight",
             f"{prefix}.up_proj.weight",
@@ -218,7 +218,7 @@ class DecoderModel(nn.Module):
         down = self.loader.matrix(
             [f"{prefix}.down_proj.weight"], (self.hidden_size,), self.intermediate_size
         )
-        return GatedMLP(self.backend, gate_up, Linear(self.backend, down), activation)
+        return GatedMLP(self.backend, layer, gate_up, Linear(self.backend, down), activation)
 
     def attention_shape(self, layer: int, scale: float) -> AttentionShape:
         """Shape of a layer's attention; its group is the one that lists the layer."""

@@ -41,7 +41,7 @@ class Gemma3DecoderLayer(Module):
     def forward(self, hidden: Tensor, step: ForwardStep) -> Tensor:
         attended = self.self_attn(self.input_layernorm(hidden), step)
         hidden = self.post_attention_layernorm(attended, residual=step.going_on(hidden))
-        inner = self.mlp(self.pre_feedforward_layernorm(hidden))
+        inner = self.mlp(self.pre_feedforward_layernorm(hidden), step)
         out: Tensor = self.post_feedforward_layernorm(inner, residual=hidden)
         return out
 
@@ -76,7 +76,7 @@ class Gemma3ForCausalLM(DecoderModel):
                     ),
                     self.build_norm(f"{prefix}.post_attention_layernorm.weight"),
                     self.build_norm(f"{prefix}.pre_feedforward_layernorm.weight"),
-                    self.build_mlp(f"{prefix}.mlp", activation),
+                    self.build_mlp(f"{prefix}.mlp", index, activation),
                     self.build_norm(f"{prefix}.post_feedforward_layernorm.weight"),
                 )
             )

@@ -7,7 +7,9 @@ those of the backend's fixed trees.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -16,10 +18,28 @@ from lockstep.kernels.contract import (
     AttentionBatch,
     Backend,
     KVLayer,
+    LoraRows,
+    LoraSet,
     QKNorm,
     RopeTable,
     Weight,
 )
+
+LinearName = Literal["qkv", "o", "gate_up", "down"]
+"""The linears of a layer, as they are fused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Low-rank adapters of the rows of one pass.
+
+    Attributes:
+        index: int32 [R]; each row's place in every set, -1 for a row that has none.
+        sets: (layer, linear) -> its adapters; absent where no adapter touches the linear.
+    """
+
+    index: Tensor
+    sets: Mapping[tuple[int, LinearName], LoraSet]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +49,12 @@ class Onward:
     Attributes:
         rows: int32 [K], ascending: which of the R entering rows. Of every run the last few.
         attention: as `ForwardStep.attention`, of these rows; `slots` is not read.
+        adapters: int32 [K], as `Adapters.index`, of these rows; None where none has any.
     """
 
     rows: Tensor
-    attention: tuple[AttentionBatch, ...]
+    attention: Mapping[int, AttentionBatch]
+    adapters: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +63,31 @@ class ForwardStep:
 
     Attributes:
         positions: int32 [R], absolute.
-        attention: one batch per cache group, in the model's group order.
+        attention: by place among the model's cache groups; of those with a layer in the pass.
         kv: keys and values of every layer, indexed by layer.
         onward: the rows that anybody reads after this layer; None for all. The others
             only write their keys and values.
+        adapters: what is added to some rows' linears; None for none.
     """
 
     positions: Tensor
-    attention: tuple[AttentionBatch, ...]
+    attention: Mapping[int, AttentionBatch]
     kv: tuple[KVLayer, ...]
     onward: Onward | None = None
+    adapters: Adapters | None = None
+
+    def lora(self, layer: int, linear: LinearName) -> LoraRows | None:
+        """The adapters of the rows that pass through a linear; None where there are none."""
+        if self.adapters is None:
+            return None
+        found = self.adapters.sets.get((layer, linear))
+        if found is None:
+            return None
+        index = self.adapters.index
+        if self.onward is not None and linear != "qkv":
+            assert self.onward.adapters is not None
+            index = self.onward.adapters
+        return LoraRows(index, found)
 
     def going_on(self, rows: Tensor) -> Tensor:
         """Of rows [R, ...] those that leave the layer."""
@@ -67,7 +104,8 @@ class Module(nn.Module):
 
 
 class Linear(Module):
-    """x [R, K] to [R, N], with an optional bias; adds `residual` [R, N] after the cast."""
+    """x [R, K] to [R, N], with an optional bias and adapters; adds `residual` [R, N] after the
+    cast."""
 
     def __init__(self, backend: Backend, weight: Weight, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -75,8 +113,12 @@ class Linear(Module):
         self.weight = weight
         self.bias = bias
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return self.backend.linear(x, self.weight, self.bias, residual)
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, lora: LoraRows | None = None
+    ) -> Tensor:
+        if lora is None:
+            return self.backend.linear(x, self.weight, self.bias, residual)
+        return self.backend.adapted_linear(x, self.weight, lora, self.bias, residual)
 
 
 class RMSNorm(Module):
@@ -109,20 +151,30 @@ class Embedding(Module):
 
 
 class GatedMLP(Module):
-    """down(act(gate x) * up x), gate and up packed together."""
+    """down(act(gate x) * up x), gate and up packed together; of the rows that leave the layer."""
 
     def __init__(
-        self, backend: Backend, gate_up_proj: Weight, down_proj: Linear, activation: Activation
+        self,
+        backend: Backend,
+        layer: int,
+        gate_up_proj: Weight,
+        down_proj: Linear,
+        activation: Activation,
     ) -> None:
         super().__init__()
         self.backend = backend
+        self.layer = layer
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
         self.activation: Activation = activation
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        inner = self.backend.gated_linear(x, self.gate_up_proj, self.activation)
-        out: Tensor = self.down_proj(inner, residual)
+    def forward(self, x: Tensor, step: ForwardStep, residual: Tensor | None = None) -> Tensor:
+        lora = step.lora(self.layer, "gate_up")
+        if lora is None:
+            inner = self.backend.gated_linear(x, self.gate_up_proj, self.activation)
+        else:
+            inner = self.backend.adapted_gated_linear(x, self.gate_up_proj, lora, self.activation)
+        out: Tensor = self.down_proj(inner, residual, step.lora(self.layer, "down"))
         return out
 
 
@@ -179,12 +231,12 @@ class Attention(Module):
     def forward(self, x: Tensor, step: ForwardStep, residual: Tensor | None = None) -> Tensor:
         shape = self.shape
         batch, kv = step.attention[shape.group], step.kv[shape.layer]
-        qkv = self.qkv_proj(x)
+        qkv = self.qkv_proj(x, lora=step.lora(shape.layer, "qkv"))
         q = self.backend.write_kv(
             qkv, step.positions, self.rope, kv, batch, shape.q_heads, self.norm
         )
         if step.onward is not None:
             q, batch = step.going_on(q), step.onward.attention[shape.group]
         heads = self.backend.attention(q, kv, batch, shape.scale, shape.window)
-        out: Tensor = self.o_proj(heads, residual)
+        out: Tensor = self.o_proj(heads, residual, step.lora(shape.layer, "o"))
         return out

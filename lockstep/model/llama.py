@@ -33,7 +33,7 @@ class LlamaDecoderLayer(Module):
     def forward(self, hidden: Tensor, step: ForwardStep) -> Tensor:
         normed = self.input_layernorm(hidden)
         hidden = self.self_attn(normed, step, residual=step.going_on(hidden))
-        out: Tensor = self.mlp(self.post_attention_layernorm(hidden), residual=hidden)
+        out: Tensor = self.mlp(self.post_attention_layernorm(hidden), step, residual=hidden)
         return out
 
 
@@ -64,7 +64,7 @@ class LlamaForCausalLM(DecoderModel):
                         o_bias=o_bias,
                     ),
                     self.build_norm(f"{prefix}.post_attention_layernorm.weight"),
-                    self.build_mlp(f"{prefix}.mlp", activation),
+                    self.build_mlp(f"{prefix}.mlp", index, activation),
                 )
             )
         self.finish_loading()

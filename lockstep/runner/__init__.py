@@ -2,7 +2,11 @@
 
 Where does my class go?
 - `plan.py`: the two records that cross between scheduler and device (no torch here).
-- `batch.py`: a plan turned into tensors. `runner.py`: the forward pass over them.
+- `lanes.py`: which rows of a plan pass through which layers together (no torch).
+- `batch.py`: a plan turned into tensors. `forward.py`: the forward pass over them.
+- `finish.py`: what a step reports of the rows that left. `runner.py`: these, as one.
+- `branches.py`: the branches that are loaded; `groups.py`: the cache groups that they need
+  (no torch).
 - `sampler.py`: logits to tokens and logprobs; `penalties.py`: what changes logits first;
   `bans.py`: ids that may not be drawn (no torch here either).
 - `memory.py`: how the pool is laid out and how large it may be.

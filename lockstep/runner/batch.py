@@ -1,17 +1,12 @@
-"""A plan turned into tensors.
+"""A plan turned into tensors: the rows of `lanes`, with what each operation reads of them.
 
-Runs may pass through different layers: some leave early, some enter late with a copy
-of another run's rows. The layers are cut where that changes, so that inside one
-segment the set of rows is constant, but for its last layer: rows that nobody reads
-after it only write their keys and values there. All index arrays of a step travel to the
-device in one copy.
+All index arrays of a step travel to the device in one copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,34 +15,76 @@ from torch import Tensor
 
 from lockstep.kernels.contract import AttentionBatch
 from lockstep.model import Onward
+from lockstep.runner.groups import own_groups, tails_of
+from lockstep.runner.lanes import (
+    BranchPlace,
+    Ints,
+    LaneRows,
+    SegmentRows,
+    Tail,
+    check_runs,
+    exit_spans,
+    last_rows,
+    segments_of,
+)
 from lockstep.runner.plan import Plan, TokenRun
+from lockstep.types import LayerGroup
 
 _ALIGN = 16  # int32 elements: every array starts on a 64-byte boundary
-_Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Rows that pass through a segment's layers together.
+
+    Attributes:
+        whole, gather, tail: as in `LaneRows`; gather int32 on the device.
+        positions, attention: of these rows; see `model.ForwardStep`.
+        num_exits: rows whose hidden states after the segment need logits.
+        exits: int32 indices of those rows among the ones that leave the last layer; None
+            when they are all of them, or none.
+        onward: the rows that leave the last layer; None when they are all.
+        adapters: int32 [R], each row's place in the sets of adapters; None for no adapters.
+    """
+
+    whole: int | None
+    gather: Tensor | None
+    positions: Tensor
+    attention: Mapping[int, AttentionBatch]
+    num_exits: int
+    exits: Tensor | None = None
+    onward: Onward | None = None
+    adapters: Tensor | None = None
+    tail: Tail | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Hidden rows on the pages of an activations group.
+
+    Attributes:
+        group: its index. slots: int32 [2, n], page and token within it of every row.
+        rows: int32 [n], as `LaneRows.gather`: those to write; None where they are read.
+    """
+
+    group: int
+    slots: Tensor
+    rows: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Layers [begin, end) and the rows that pass through them.
+    """Layers [begin, end), and the lanes that take them in turn.
 
     Attributes:
-        gather: int32 rows of the previous segment's hidden states that enter here, in
-            order; None when they are the same rows.
-        positions, attention: of these rows; see `model.ForwardStep`.
-        num_exits: rows whose hidden states after `end` need logits.
-        exits: int32 indices of those rows among the ones that leave the last layer; None
-            when they are all of them, or none.
-        onward: the rows that leave the last layer; None when they are all.
+        kept: rows that enter here from pages. keeps: rows that are stored as they enter.
     """
 
     begin: int
     end: int
-    gather: Tensor | None
-    positions: Tensor
-    attention: tuple[AttentionBatch, ...]
-    num_exits: int
-    exits: Tensor | None
-    onward: Onward | None = None
+    lanes: tuple[Lane, ...]
+    kept: Stored | None = None
+    keeps: Stored | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +92,13 @@ class StepBatch:
     """Everything that the forward pass of one step reads.
 
     Attributes:
-        ids: int32 token ids of the runs that enter from the embedding.
-        segments: ascending, without gaps between the first and the last layer in use.
+        ids: int32 token ids of the runs that enter from the embedding; None for no run.
+        segments: ascending.
         logit_rows: per run of the plan, (begin, end) of its rows among all exits, in
-            the order in which segments yield them.
+            the order in which segments, and in them lanes, yield them.
     """
 
-    ids: Tensor
+    ids: Tensor | None
     segments: tuple[Segment, ...]
     logit_rows: tuple[tuple[int, int], ...]
 
@@ -70,16 +107,20 @@ class _Upload:
     """int32 arrays gathered into one buffer and sent to the device in one copy."""
 
     def __init__(self) -> None:
-        self._arrays: list[_Ints] = []
+        self._arrays: list[Ints] = []
         self._starts: list[int] = []
         self._size = 0
 
-    def add(self, array: _Ints) -> int:
+    def add(self, array: Ints) -> int:
         """Register an array; its index in what `send` returns."""
         self._arrays.append(array)
         self._starts.append(self._size)
         self._size += -(-array.size // _ALIGN) * _ALIGN
         return len(self._arrays) - 1
+
+    def add_some(self, array: Ints | None) -> int | None:
+        """As `add`, where there is one."""
+        return None if array is None else self.add(array)
 
     def send(self, device: torch.device) -> list[Tensor]:
         pinned = device.type == "cuda"
@@ -95,269 +136,308 @@ class _Upload:
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
-    """A `Segment` whose arrays are indices into an upload."""
+class _Stand:
+    """Where the rows of some runs stand; arrays as indices into an upload.
 
-    begin: int
-    end: int
-    gather: int | None
+    Attributes:
+        owner, at: each row's run and absolute position, on the host.
+        lengths: rows of each run.
+    """
+
+    runs: tuple[int, ...]
+    owner: NDArray[np.int64]
+    at: Ints
+    lengths: Ints
     positions: int
     query_start: int
     context_len: int
-    tables: tuple[int, ...]
-    slots: tuple[int, ...]
     max_query: int
     max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A `Lane` whose arrays are indices into an upload.
+
+    Attributes:
+        pages: (group of the model, page table, slots) of the groups with a layer here.
+        last: rows that leave, their query_start, their adapters, and the most of a run.
+    """
+
+    stand: _Stand
+    whole: int | None
+    gather: int | None
+    pages: tuple[tuple[int, int, int], ...]
     num_exits: int
     exits: int | None
-    onward: _OnwardDraft | None
+    last: tuple[int, int, int | None, int] | None
+    adapters: int | None
+    tail: Tail | None
 
-    def finish(self, tensors: Sequence[Tensor]) -> Segment:
-        attention = tuple(
-            AttentionBatch(
-                query_start=tensors[self.query_start],
-                context_len=tensors[self.context_len],
+    def finish(self, tensors: Sequence[Tensor]) -> Lane:
+        stand = self.stand
+        attention = {
+            group: AttentionBatch(
+                query_start=tensors[stand.query_start],
+                context_len=tensors[stand.context_len],
                 page_table=tensors[table],
                 slots=tensors[slots],
-                max_query=self.max_query,
-                max_context=self.max_context,
+                max_query=stand.max_query,
+                max_context=stand.max_context,
             )
-            for table, slots in zip(self.tables, self.slots, strict=True)
-        )
-        return Segment(
-            begin=self.begin,
-            end=self.end,
-            gather=None if self.gather is None else tensors[self.gather],
-            positions=tensors[self.positions],
+            for group, table, slots in self.pages
+        }
+
+        def some(index: int | None) -> Tensor | None:
+            return None if index is None else tensors[index]
+
+        onward = None
+        if self.last is not None:
+            rows, starts, adapters, most = self.last
+            # The last rows of every run see the same context as the whole run does.
+            onward = Onward(
+                tensors[rows],
+                {
+                    group: replace(batch, query_start=tensors[starts], max_query=most)
+                    for group, batch in attention.items()
+                },
+                some(adapters),
+            )
+        return Lane(
+            whole=self.whole,
+            gather=some(self.gather),
+            positions=tensors[stand.positions],
             attention=attention,
             num_exits=self.num_exits,
-            exits=None if self.exits is None else tensors[self.exits],
-            onward=None if self.onward is None else self.onward.finish(tensors, attention),
+            exits=some(self.exits),
+            onward=onward,
+            adapters=some(self.adapters),
+            tail=self.tail,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _OnwardDraft:
-    """An `Onward` whose arrays are indices into an upload."""
+class _Layout:
+    """What a builder knows of the pool and of the branches.
 
-    rows: int
-    query_start: int
-    max_query: int
+    Attributes:
+        groups: as `Executor.groups`, the first `num_own` of them the model's.
+        activations: layer -> index of the group that holds what enters it.
+    """
 
-    def finish(self, tensors: Sequence[Tensor], attention: Sequence[AttentionBatch]) -> Onward:
-        """The last rows of every run see the same context as the whole run does."""
-        query_start = tensors[self.query_start]
-        return Onward(
-            tensors[self.rows],
-            tuple(
-                replace(batch, query_start=query_start, max_query=self.max_query)
-                for batch in attention
-            ),
-        )
+    groups: tuple[LayerGroup, ...]
+    num_own: int
+    page_tokens: int
+    activations: dict[int, int]
+    branches: Mapping[str, BranchPlace]
 
 
 class BatchBuilder:
     """Builds `StepBatch`es for one model on one device.
 
     Args:
-        num_layers, num_groups: of the model.
+        num_layers: of the model. groups: as `Executor.groups`.
         page_tokens: tokens a page.
         device: where the tensors go.
+        branches: those that plans may name, by key; read anew for every plan.
     """
 
     def __init__(
-        self, num_layers: int, num_groups: int, page_tokens: int, device: torch.device
+        self,
+        num_layers: int,
+        groups: Sequence[LayerGroup],
+        page_tokens: int,
+        device: torch.device,
+        branches: Mapping[str, BranchPlace],
     ) -> None:
         self._num_layers = num_layers
-        self._num_groups = num_groups
-        self._page_tokens = page_tokens
         self._device = device
+        kept = {g.layers[0]: i for i, g in enumerate(groups) if g.kind == "activations"}
+        self._layout = _Layout(tuple(groups), len(own_groups(groups)), page_tokens, kept, branches)
 
     def build(self, plan: Plan) -> StepBatch:
         """Tensors of a plan with at least one run.
 
         Raises:
             ValueError: a run without tokens, without a page where a row stands, or with
-                layers or a source that make no sense.
+                layers, a source or a branch that make no sense.
         """
-        runs = plan.runs
-        check_runs(runs, self._num_layers, self._num_groups)
-        upload = _Upload()
-        ids = [np.asarray(run.tokens, np.int32) for run in runs if run.source is None]
-        ids_at = upload.add(np.concatenate(ids))
-        cuts = sorted({layer for run in runs for layer in run.layers})
-        drafts: list[_Draft] = []
-        spans = [(0, 0)] * len(runs)
-        total = 0
-        before: dict[int, int] = {}  # run: rows that left the segment before
-        for begin, end in pairwise(cuts):
-            active = [
-                i for i, run in enumerate(runs) if run.layers[0] <= begin and run.layers[1] >= end
-            ]
-            gather = None
-            if drafts and active != list(before):
-                gather = upload.add(_entering_rows(runs, active, before, begin))
-            onward = _rows_onward(runs, active, end)
-            drafts.append(self._draft(runs, active, begin, end, gather, onward, upload))
-            for index in active:
-                if runs[index].layers[1] == end:
-                    spans[index] = (total, total + runs[index].logits)
-                    total += runs[index].logits
-            before = dict(zip(active, onward, strict=True))
-        tensors = upload.send(self._device)
-        segments = tuple(draft.finish(tensors) for draft in drafts)
-        return StepBatch(tensors[ids_at], segments, tuple(spans))
+        runs, layout = plan.runs, self._layout
+        check_runs(runs, self._num_layers, len(layout.groups), layout.branches, layout.activations)
+        segments = segments_of(runs, layout.branches, layout.activations)
+        return _StepBuilder(layout, runs).build(segments, self._device)
 
-    def _draft(
-        self,
-        runs: Sequence[TokenRun],
-        active: Sequence[int],
-        begin: int,
-        end: int,
-        gather: int | None,
-        onward: Sequence[int],
-        upload: _Upload,
-    ) -> _Draft:
-        """Positions, page tables, slots and exits of the active runs, of which the last
-        `onward` rows leave."""
-        chosen = [runs[i] for i in active]
+
+class _StepBuilder:
+    """One plan on its way into an upload; what several lanes have in common is sent once."""
+
+    def __init__(self, layout: _Layout, runs: Sequence[TokenRun]) -> None:
+        self._layout = layout
+        self._runs = runs
+        self._upload = _Upload()
+        self._stands: dict[tuple[int, ...], _Stand] = {}
+        self._tables: dict[tuple[tuple[int, ...], int], tuple[int, int]] = {}
+
+    def build(self, segments: Sequence[SegmentRows], device: torch.device) -> StepBatch:
+        runs = self._runs
+        ids = [np.asarray(run.tokens, np.int32) for run in runs if run.layers[0] == 0]
+        ids_at = self._upload.add(np.concatenate(ids)) if ids else None
+        drafts = [
+            (
+                segment,
+                [self._draft(lane, segment) for lane in segment.lanes],
+                self._stored(segment, segment.kept, None),
+                self._stored(segment, [i for i, _ in segment.keeps], segment.keeps),
+            )
+            for segment in segments
+        ]
+        tensors = self._upload.send(device)
+
+        def stored(draft: tuple[int, int, int | None] | None) -> Stored | None:
+            if draft is None:
+                return None
+            group, slots, rows = draft
+            return Stored(group, tensors[slots], None if rows is None else tensors[rows])
+
+        return StepBatch(
+            None if ids_at is None else tensors[ids_at],
+            tuple(
+                Segment(
+                    segment.begin,
+                    segment.end,
+                    tuple(lane.finish(tensors) for lane in lanes),
+                    stored(kept),
+                    stored(keeps),
+                )
+                for segment, lanes, kept, keeps in drafts
+            ),
+            exit_spans(segments, runs),
+        )
+
+    def _draft(self, lane: LaneRows, segment: SegmentRows) -> _Draft:
+        stand = self._stand(lane.runs)
+        upload = self._upload
+        left = np.array(lane.leaving, np.int32)
+        wanted = np.array(lane.exits, np.int32)
+        num_left, num_exits = int(left.sum()), int(wanted.sum())
+        slots = self._adapters(lane, stand) if lane.adapted else None
+        last = None
+        if num_left < len(stand.at):
+            rows = last_rows(stand.lengths, left)
+            starts = np.zeros(len(left) + 1, np.int32)
+            np.cumsum(left, out=starts[1:])
+            last = (
+                upload.add(rows),
+                upload.add(starts),
+                upload.add_some(None if slots is None else slots[rows]),
+                int(left.max()),
+            )
+        return _Draft(
+            stand=stand,
+            whole=lane.whole,
+            gather=upload.add_some(lane.gather),
+            pages=self._pages(lane, segment, stand),
+            num_exits=num_exits,
+            exits=upload.add(last_rows(left, wanted)) if 0 < num_exits < num_left else None,
+            last=last,
+            adapters=upload.add_some(slots),
+            tail=lane.tail,
+        )
+
+    def _stand(self, members: tuple[int, ...]) -> _Stand:
+        """Positions and contexts of some runs' rows."""
+        found = self._stands.get(members)
+        if found is not None:
+            return found
+        chosen = [self._runs[i] for i in members]
         count = len(chosen)
         lengths = np.fromiter((len(run.tokens) for run in chosen), np.int32, count)
         firsts = np.fromiter((run.start for run in chosen), np.int32, count)
         query_start = np.zeros(count + 1, np.int32)
         np.cumsum(lengths, out=query_start[1:])
-        rows = int(query_start[-1])
         owner = np.repeat(np.arange(count), lengths)
-        positions = np.arange(rows, dtype=np.int32) + (firsts - query_start[:-1])[owner]
+        at = np.arange(query_start[-1], dtype=np.int32) + (firsts - query_start[:-1])[owner]
         context = firsts + lengths
-        max_context = int(context.max())
-        tables, slots = [], []
-        for group in range(self._num_groups):
-            table, own = self._pages(chosen, group, max_context, owner, positions)
-            tables.append(upload.add(table))
-            slots.append(upload.add(own))
-        wanted = np.fromiter(
-            (run.logits if run.layers[1] == end else 0 for run in chosen), np.int32, count
-        )
-        num_exits = int(wanted.sum())
-        left = np.fromiter(onward, np.int32, count)
-        num_left = int(left.sum())
-        return _Draft(
-            begin=begin,
-            end=end,
-            gather=gather,
-            positions=upload.add(positions),
-            query_start=upload.add(query_start),
-            context_len=upload.add(context),
-            tables=tuple(tables),
-            slots=tuple(slots),
+        stand = _Stand(
+            runs=members,
+            owner=owner,
+            at=at,
+            lengths=lengths,
+            positions=self._upload.add(at),
+            query_start=self._upload.add(query_start),
+            context_len=self._upload.add(context),
             max_query=int(lengths.max()),
-            max_context=max_context,
-            num_exits=num_exits,
-            exits=upload.add(_last_rows(left, wanted)) if 0 < num_exits < num_left else None,
-            onward=self._onward(lengths, left, upload) if num_left < rows else None,
+            max_context=int(context.max()),
         )
+        self._stands[members] = stand
+        return stand
 
-    @staticmethod
-    def _onward(lengths: _Ints, left: _Ints, upload: _Upload) -> _OnwardDraft:
-        query_start = np.zeros(len(left) + 1, np.int32)
-        np.cumsum(left, out=query_start[1:])
-        rows = upload.add(_last_rows(lengths, left))
-        return _OnwardDraft(rows, upload.add(query_start), int(left.max()))
+    def _adapters(self, lane: LaneRows, stand: _Stand) -> Ints:
+        """Each row's place in the sets of adapters."""
+        places = [self._layout.branches[self._runs[i].branch].slot for i in lane.runs]
+        slots: Ints = np.array(places, np.int32)[stand.owner]
+        return slots
 
     def _pages(
-        self,
-        runs: Sequence[TokenRun],
-        group: int,
-        max_context: int,
-        owner: NDArray[np.int64],
-        positions: _Ints,
-    ) -> tuple[_Ints, _Ints]:
+        self, lane: LaneRows, segment: SegmentRows, stand: _Stand
+    ) -> tuple[tuple[int, int, int], ...]:
+        """(group of the model, page table, slots) of every group with a layer in the segment."""
+        groups = self._layout.groups
+        holders = range(self._layout.num_own) if lane.tail is None else tails_of(groups, *lane.tail)
+        found = []
+        for holder in holders:
+            layers = groups[holder].layers
+            if not any(segment.begin <= layer < segment.end for layer in layers):
+                continue
+            own = holder
+            if lane.tail is not None:
+                own = next(g for g, group in enumerate(groups) if layers[0] in group.layers)
+            found.append((own, *self._table(stand, holder)))
+        return tuple(found)
+
+    def _table(self, stand: _Stand, group: int) -> tuple[int, int]:
         """Page table [B, P] of a group, and the slot [R] of every row in it."""
-        columns = -(-max_context // self._page_tokens)
-        table = np.full((len(runs), columns), -1, np.int32)
-        for row, run in enumerate(runs):
-            pages = run.pages[group]
+        known = self._tables.get((stand.runs, group))
+        if known is not None:
+            return known
+        page_tokens = np.int32(self._layout.page_tokens)
+        columns = -(-stand.max_context // int(page_tokens))
+        table = np.full((len(stand.runs), columns), -1, np.int32)
+        for row, i in enumerate(stand.runs):
+            pages = self._runs[i].pages[group]
             table[row, : len(pages)] = pages[:columns]
-        page, offset = np.divmod(positions, np.int32(self._page_tokens))
-        own = table[owner, page]
+        page, offset = np.divmod(stand.at, page_tokens)
+        own = table[stand.owner, page]
         if own.min() < 0:
             raise ValueError(f"group {group}: a row of the step stands on no page")
-        return table, own * np.int32(self._page_tokens) + offset
+        added = self._upload.add(table), self._upload.add(own * page_tokens + offset)
+        self._tables[stand.runs, group] = added
+        return added
 
-
-def check_runs(runs: Sequence[TokenRun], num_layers: int, num_groups: int) -> None:
-    """Refuse a plan that would compute nonsense.
-
-    Raises:
-        ValueError: naming the run.
-    """
-    if not runs:
-        raise ValueError("a plan without runs has nothing to compute")
-    for index, run in enumerate(runs):
-        first, last = run.layers
-        if not 0 <= first < last <= num_layers:
-            raise ValueError(f"run {index}: layers {run.layers} of {num_layers}")
-        if not run.tokens or run.logits > len(run.tokens):
-            raise ValueError(f"run {index}: {run.logits} logits of {len(run.tokens)} tokens")
-        if run.sample is not None and run.logits < 1:
-            raise ValueError(f"run {index} samples without logits")
-        if run.prompt_targets and len(run.prompt_targets) != run.logits:
-            raise ValueError(
-                f"run {index}: {len(run.prompt_targets)} targets of {run.logits} logits"
-            )
-        if len(run.pages) != num_groups:
-            raise ValueError(f"run {index}: pages of {len(run.pages)} groups, not {num_groups}")
-        if run.source is None:
-            if first != 0:
-                raise ValueError(f"run {index} enters at layer {first} without a source")
-            continue
-        source = runs[run.source]
-        if len(source.tokens) != len(run.tokens) or source.start != run.start:
-            raise ValueError(f"run {index} copies run {run.source}, which stands elsewhere")
-        if not source.layers[0] < first <= source.layers[1]:
-            raise ValueError(
-                f"run {index} enters at layer {first}, where its source {run.source} "
-                f"(layers {source.layers}) has no rows"
-            )
-
-
-def _rows_onward(runs: Sequence[TokenRun], active: Sequence[int], end: int) -> list[int]:
-    """How many of each active run's rows, its last ones, somebody reads at layer `end`.
-
-    At least one of all: no kernel takes a launch without rows.
-    """
-    sources = {run.source for run in runs if run.source is not None and run.layers[0] == end}
-    left = [
-        len(runs[i].tokens) if runs[i].layers[1] > end or i in sources else runs[i].logits
-        for i in active
-    ]
-    if not any(left):
-        left[-1] = 1
-    return left
-
-
-def _last_rows(lengths: _Ints, wanted: _Ints) -> _Ints:
-    """Indices of the last `wanted` [B] rows of each of B stretches of `lengths` [B] rows."""
-    owner = np.repeat(np.arange(len(lengths)), lengths)
-    from_end = np.cumsum(lengths)[owner] - np.arange(len(owner))
-    return np.flatnonzero(from_end <= wanted[owner]).astype(np.int32)
-
-
-def _entering_rows(
-    runs: Sequence[TokenRun], active: Sequence[int], before: Mapping[int, int], layer: int
-) -> _Ints:
-    """Rows that left the previous segment (so many `before` a run) from which the active
-    runs' rows come; of these runs all have."""
-    start_of: dict[int, int] = {}
-    row = 0
-    for index, left in before.items():
-        start_of[index] = row
-        row += left
-    pieces = []
-    for index in active:
-        run = runs[index]
-        enters = run.source is not None and run.layers[0] == layer
-        begin = start_of[run.source if enters and run.source is not None else index]
-        pieces.append(np.arange(begin, begin + len(run.tokens), dtype=np.int32))
-    return np.concatenate(pieces)
+    def _stored(
+        self,
+        segment: SegmentRows,
+        members: Sequence[int],
+        keeps: Sequence[tuple[int, int]] | None,
+    ) -> tuple[int, int, int | None] | None:
+        """The pages on which rows that enter a segment lie, and of `keeps` which rows go there."""
+        if not members:
+            return None
+        group = self._layout.activations[segment.begin]
+        slots, rows = [], []
+        for place, i in enumerate(members):
+            run = self._runs[i]
+            at = np.arange(run.start, run.start + len(run.tokens), dtype=np.int32)
+            page, token = np.divmod(at, np.int32(self._layout.page_tokens))
+            table = np.asarray(run.pages[group], np.int32)
+            if page[-1] >= len(table) or table[page].min() < 0:
+                raise ValueError(f"group {group}: a row of the step stands on no page")
+            slots.append(np.stack([table[page], token]))
+            if keeps is not None:
+                first = keeps[place][1]
+                rows.append(np.arange(first, first + len(at), dtype=np.int32))
+        return (
+            group,
+            self._upload.add(np.concatenate(slots, axis=1)),
+            self._upload.add(np.concatenate(rows)) if rows else None,
+        )

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.kernels.contract import AttentionBatch, SharedSegments
-from lockstep.runner.batch import Segment, StepBatch
+from lockstep.runner.batch import Lane, Segment, StepBatch
 from lockstep.runner.plan import Plan
 from lockstep.runner.sharing import BUNCH, Shared, shared_runs
 
@@ -310,8 +310,8 @@ class DecodeGraphs:
             group: SharedSegments(*of_full[3 * place : 3 * place + 3])
             for place, group in enumerate(self._full if sharing else ())
         }
-        attention = tuple(
-            AttentionBatch(
+        attention = {
+            g: AttentionBatch(
                 query_start,
                 context_len,
                 groups[2 * g + 1],
@@ -321,9 +321,9 @@ class DecodeGraphs:
                 shared.get(g),
             )
             for g in range(self._num_groups)
-        )
-        segment = Segment(0, self._num_layers, None, positions, attention, rows, None)
-        batch = StepBatch(ids, (segment,), ())
+        }
+        lane = Lane(0, None, positions, attention, rows)
+        batch = StepBatch(ids, (Segment(0, self._num_layers, (lane,)),), ())
         # No row yet: the first pass compiles what the bucket's shapes need, and stores nothing.
         for view in (ids, positions, query_start, context_len):
             view.zero_()

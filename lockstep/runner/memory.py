@@ -3,7 +3,8 @@
 The pool is one flat tensor. Page i of group g starts at element i * strides[g],
 whichever group owns that stretch at the time; slabs of one size make this safe: slab
 s holds exactly pages s * pages_per_slab[g] .. (s + 1) * pages_per_slab[g] - 1 of any
-one group, and no page of another slab.
+one group, and no page of another slab. The slab is chosen for the model's groups;
+those of branches take it as it is.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 
 from lockstep.config import ConfigError
+from lockstep.runner.groups import own_groups
 from lockstep.runner.plan import Plan, SampleSpec, TokenRun
 from lockstep.types import LayerGroup, SamplingParams
 
@@ -37,6 +39,7 @@ class PoolGeometry:
         page_tokens: tokens a page, alike in every group.
         slab: elements of a slab. strides: elements from a group's page to its next.
         pages_per_slab: per group. num_slabs: how many there are.
+        num_own: how many of the groups, the first ones, are the model's.
     """
 
     page_tokens: int
@@ -44,20 +47,23 @@ class PoolGeometry:
     strides: tuple[int, ...]
     pages_per_slab: tuple[int, ...]
     num_slabs: int
+    num_own: int
 
     @property
     def elements(self) -> int:
         return self.slab * self.num_slabs
 
     def tokens(self) -> int:
-        """Most tokens that the pool holds at once, in sequences that keep every page."""
-        per_slab = sum(1 / pages for pages in self.pages_per_slab)
+        """Most tokens of the trunk that the pool holds at once, in sequences that keep every
+        page."""
+        per_slab = sum(1 / pages for pages in self.pages_per_slab[: self.num_own])
         return int(self.num_slabs / per_slab) * self.page_tokens
 
     def slabs_needed(self, groups: Sequence[LayerGroup], tokens: int, step_tokens: int) -> int:
-        """Slabs of one sequence of `tokens` that computes up to `step_tokens` a step."""
+        """Slabs of one sequence of `tokens` that computes up to `step_tokens` a step, in the
+        model's `groups`."""
         total = 0
-        for group, per_slab in zip(groups, self.pages_per_slab, strict=True):
+        for group, per_slab in zip(groups, self.pages_per_slab[: self.num_own], strict=True):
             pages = -(-tokens // self.page_tokens)
             if group.window is not None:
                 # A window and a step's rows, each begun and ended inside a page.
@@ -78,21 +84,27 @@ class PoolGeometry:
 
 
 def page_elements(group: LayerGroup, page_tokens: int) -> int:
-    """Elements of one page: keys and values of all the group's layers."""
-    return 2 * len(group.layers) * group.kv_heads * group.head_dim * page_tokens
+    """Elements of one page: keys and values of all the group's layers, or one hidden row."""
+    rows = 1 if group.kind == "activations" else 2 * len(group.layers)
+    return rows * group.kv_heads * group.head_dim * page_tokens
 
 
 def plan_pool(groups: Sequence[LayerGroup], page_tokens: int, elements: int) -> PoolGeometry:
     """The geometry of a pool of at most `elements` elements.
 
-    The slab is the smallest multiple of the largest page in which no group wastes
-    more than 3% (one page, when there is one group).
+    The slab is the smallest multiple of the largest page in which none of the model's groups
+    wastes more than 3% (one page, when there is one group). Other groups change neither it nor
+    what the model's groups hold, unless their page is larger: then it is a multiple of that.
 
     Raises:
         ConfigError: not even one page of every group fits.
     """
+    own = len(own_groups(groups))
     pages = [page_elements(group, page_tokens) for group in groups]
-    slab, per_slab = _choose_slab(pages)
+    slab, per_slab = _choose_slab(pages[:own])
+    wider = -(-max(pages) // slab)
+    slab, per_slab = slab * wider, [count * wider for count in per_slab]
+    per_slab += [_fitting(slab, page) for page in pages[own:]]
     num_slabs = elements // slab
     if num_slabs < len(pages):
         raise ConfigError(
@@ -105,7 +117,14 @@ def plan_pool(groups: Sequence[LayerGroup], page_tokens: int, elements: int) -> 
         strides=tuple(slab // count for count in per_slab),
         pages_per_slab=tuple(per_slab),
         num_slabs=num_slabs,
+        num_own=own,
     )
+
+
+def _fitting(slab: int, page: int) -> int:
+    """The most pages of a size into which a slab can be cut evenly, aligned."""
+    units = slab // _ALIGN
+    return next(count for count in range(slab // page, 0, -1) if units % count == 0)
 
 
 def _choose_slab(pages: Sequence[int]) -> tuple[int, list[int]]:

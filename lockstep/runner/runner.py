@@ -5,37 +5,36 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import lockstep
+from lockstep.branch import Branch, read_branch
 from lockstep.config import ConfigError, EngineConfig
 from lockstep.kernels import make_backend, tree
-from lockstep.kernels.contract import Backend, KVLayer
-from lockstep.model import DecoderModel, ForwardStep, load_model
+from lockstep.kernels.contract import Backend
+from lockstep.model import DecoderModel, load_model
 from lockstep.model.base import model_dtype
 from lockstep.runner.batch import BatchBuilder, StepBatch
+from lockstep.runner.branches import BranchTable
+from lockstep.runner.finish import Reporter, fetch, results_of
+from lockstep.runner.forward import ForwardPass
 from lockstep.runner.graphs import Capture, CudaCapture, DecodeGraphs
+from lockstep.runner.groups import branch_groups
 from lockstep.runner.memory import default_pool_bytes, largest_steps, plan_pool
-from lockstep.runner.penalties import is_plain
-from lockstep.runner.plan import Launched, PageCopy, Plan, RunResult, SampleSpec, StepResult
-from lockstep.runner.pooling import pool
-from lockstep.runner.sampler import Draw, Sampler, wants_logprob
-from lockstep.types import EngineInfo, LayerGroup, SamplingParams, TokenLogprob
+from lockstep.runner.plan import Launched, PageCopy, Plan, RunResult, StepResult
+from lockstep.runner.sampler import Sampler
+from lockstep.types import EngineInfo, LayerGroup
 from lockstep.weights import open_checkpoint
 
 _MIB = 1024 * 1024
 _LOGIT_BYTES = {"cpu": 64 * _MIB, "cuda": 512 * _MIB}  # of one chunk of rows
 _GRAPH_BYTES = 1024 * _MIB  # of device memory for captured decode steps
-
-
-NOT_FINITE = "the model's hidden states are not finite numbers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +46,9 @@ class Identity:
     load_seconds: float = 0.0
 
 
-@dataclass(slots=True)
-class _Row:
-    """One row of logits: what to report of it and for which run.
-
-    Attributes:
-        run: index in the plan. target: id to score, -1 for none. params: how to report it.
-        spec: how to draw the next token, None where none is drawn.
-    """
-
-    run: int
-    target: int = -1
-    params: SamplingParams | None = None
-    spec: SampleSpec | None = None
-
-
 class Runner:
-    """A model, its page pool and a sampler: satisfies `plan.Executor`.
+    """A model, its page pool, its branches and a sampler: satisfies `plan.Executor`, `Launcher`
+    and `BranchHost`.
 
     `max_context` is the model's, or what one sequence can hold when it has the whole
     pool to itself, whichever is less: a small pool shortens contexts rather than
@@ -80,6 +65,8 @@ class Runner:
         max_sequences: most runs of a step.
         graphs: replay decode-only steps as CUDA graphs; see `graphs.DecodeGraphs`.
         capture: how a step is captured where that is not CUDA's way (tests).
+        branches: descriptions of branches to come; those that adapt the context get the cache
+            groups of their tails, and with `keep_activations` of what enters their forks.
 
     Raises:
         ConfigError: the pool cannot hold one page of every layer group.
@@ -99,18 +86,27 @@ class Runner:
         graphs: bool = True,
         capture: Capture | None = None,
         identity: Identity | None = None,
+        branches: Sequence[Branch] = (),
+        keep_activations: bool = False,
     ) -> None:
         self.model = model
         self.backend = backend
-        self.groups = model.groups
+        extra = branch_groups(
+            model.groups, branches, model.hidden_size, keep_activations=keep_activations
+        )
+        self.groups = model.groups + extra
         self.num_layers = model.num_layers
         self.vocab_size = model.vocab_size
         self.page_tokens = page_tokens
         self.identity = identity or Identity()
         on_cuda = backend.device.type == "cuda"
-        self._builder = BatchBuilder(self.num_layers, len(self.groups), page_tokens, backend.device)
-        self._sampler = Sampler(backend, self.vocab_size)
-        self._chunk_rows = max(16, _LOGIT_BYTES[backend.kind] // (4 * self.vocab_size))
+        self._branches = BranchTable(model, self.groups)
+        self._builder = BatchBuilder(
+            self.num_layers, self.groups, page_tokens, backend.device, self._branches.places
+        )
+        chunk_rows = max(16, _LOGIT_BYTES[backend.kind] // (4 * self.vocab_size))
+        sampler = Sampler(backend, self.vocab_size)
+        self._reporter = Reporter(model, sampler, self._branches, chunk_rows)
         self._graphs: DecodeGraphs | None = None
         self._drawn: Tensor | None = None  # ids of the step that was begun last
         limit = min(max_context or model.max_context, model.max_context)
@@ -127,7 +123,7 @@ class Runner:
             budget = default_pool_bytes(backend.device) - (_GRAPH_BYTES if wanted else 0)
         self._lay_out(budget // size)
         self.pool_bytes = self._pool_shape.elements * size
-        self.max_context = self._pool_shape.longest_sequence(self.groups, limit, step_tokens)
+        self.max_context = self._pool_shape.longest_sequence(model.groups, limit, step_tokens)
         if self.max_context < 1:
             raise ConfigError(f"cache_bytes ({budget}) holds not one page of every layer group")
         if capture is None and graphs and on_cuda:
@@ -136,7 +132,7 @@ class Runner:
             self._graphs = DecodeGraphs(
                 self._trunk,
                 num_layers=self.num_layers,
-                windows=[group.window for group in self.groups],
+                windows=[group.window for group in model.groups],
                 page_tokens=page_tokens,
                 max_context=self.max_context,
                 max_rows=max_sequences,
@@ -154,7 +150,9 @@ class Runner:
         self._pool = torch.empty(
             self._pool_shape.elements, dtype=self.model.dtype, device=self.backend.device
         )
-        self._kv = self._layer_views()
+        self._pass = ForwardPass(
+            self.model, self.groups, self._pool, self._pool_shape, self._branches
+        )
 
     def _run_largest(self, max_context: int, step_tokens: int, max_sequences: int) -> None:
         """Let the allocator take what the largest steps need, before the pool takes the rest."""
@@ -168,21 +166,6 @@ class Runner:
         """Compile and capture decode steps now, not under the first requests."""
         if self._graphs is not None:
             self._graphs.warm(progress)
-
-    def _layer_views(self) -> tuple[KVLayer, ...]:
-        views: dict[int, KVLayer] = {}
-        for group, stride in zip(self.groups, self._pool_shape.strides, strict=True):
-            layer_size = 2 * group.kv_heads * group.head_dim * self.page_tokens
-            for index, layer in enumerate(group.layers):
-                views[layer] = self.backend.kv_layer(
-                    self._pool,
-                    page_stride=stride,
-                    offset=index * layer_size,
-                    kv_heads=group.kv_heads,
-                    head_dim=group.head_dim,
-                    page_tokens=self.page_tokens,
-                )
-        return tuple(views[layer] for layer in range(self.num_layers))
 
     # --- one step ------------------------------------------------------------
 
@@ -199,15 +182,15 @@ class Runner:
         self._copy_pages(plan.copies)
         if not plan.runs:
             return StepResult(plan.step)
-        captured = None if self._graphs is None else self._graphs.run(plan)
+        captured = self._captured(plan)
         if captured is not None:
-            batch = StepBatch(captured, (), tuple((i, i + 1) for i in range(len(plan.runs))))
-            return self._finish(plan, batch, captured)
+            spans = [(i, i + 1) for i in range(len(plan.runs))]
+            return self._reporter.report_normed(plan, spans, captured)
         batch = self._builder.build(plan)
-        exits = self._forward(batch)
-        if exits is None:
+        left = self._pass.run(batch)
+        if left is None:
             return StepResult(plan.step, tuple(RunResult() for _ in plan.runs))
-        return self._finish(plan, batch, exits)
+        return self._reporter.report(plan, batch.logit_rows, left)
 
     def launch(self, plan: Plan) -> Launched:
         """See `Launcher`. A step that only draws is begun, and its ids stay on the device
@@ -217,27 +200,33 @@ class Runner:
             ValueError: a plan that makes no sense.
         """
         with quiet_torch(self.backend):
-            if not plan.runs or not self._only_draws(plan):
+            if not plan.runs or not self._reporter.only_draws(plan):
                 if any(run.follows is not None for run in plan.runs):
                     raise ValueError("a run that follows must be one that only draws")
                 result = self._execute(plan)
                 return Launched(False, lambda: result)
             self._copy_pages(plan.copies)
-            drawn, report = self._draw_ids(plan, self._exits(plan))
+            drawn, report = self._reporter.draw_ids(plan, self._exits(plan))
             self._drawn = drawn
-            return Launched(True, partial(_results_of, plan, _fetch(report)))
+            return Launched(True, partial(results_of, plan, fetch(report)))
 
     def _exits(self, plan: Plan) -> Tensor:
         """Hidden rows [R, D] of a plan of which every run has one row of logits."""
         follows = plan.runs[0].follows is not None
         feed = partial(self._feed, plan) if follows else None
-        captured = None if self._graphs is None else self._graphs.run(plan, feed)
+        captured = self._captured(plan, feed)
         if captured is not None:
             return captured
         batch = self._builder.build(plan)
-        if feed is not None:
+        if feed is not None and batch.ids is not None:
             feed(batch.ids)
         return self._trunk(batch)
+
+    def _captured(self, plan: Plan, feed: Callable[[Tensor], None] | None = None) -> Tensor | None:
+        """Normed hidden rows by a captured step; None where the plan is not for one."""
+        if self._graphs is None or any(run.branch or run.keeps for run in plan.runs):
+            return None
+        return self._graphs.run(plan, feed)
 
     def _feed(self, plan: Plan, ids: Tensor) -> None:
         """Put what the step before drew into the ids of the runs that follow it."""
@@ -260,11 +249,23 @@ class Runner:
         """
         self._copy_pages(plan.copies)
         batch = self._builder.build(plan)
-        exits = self._forward(batch)
-        if exits is None:
+        left = self._pass.run(batch)
+        if left is None:
             return [torch.empty(0, self.vocab_size) for _ in plan.runs]
-        logits = self.model.head(exits)
+        logits = self.model.logits(left)
         return [logits[begin:end] for begin, end in batch.logit_rows]
+
+    @torch.inference_mode()
+    def rows(self, plan: Plan) -> list[Tensor]:
+        """As `execute`, but each run's hidden rows [run.logits, D] as they leave `layers[1]`,
+        before any norm: what training reads. Holds all rows at once.
+        """
+        self._copy_pages(plan.copies)
+        batch = self._builder.build(plan)
+        left = self._pass.run(batch)
+        if left is None:
+            left = torch.empty(0, self.model.hidden_size, dtype=self.model.dtype)
+        return [left[begin:end] for begin, end in batch.logit_rows]
 
     def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
         for group, stride in enumerate(self._pool_shape.strides):
@@ -274,118 +275,22 @@ class Runner:
                     self._pool, stride, torch.tensor(pairs, device=self.backend.device)
                 )
 
-    def _forward(self, batch: StepBatch) -> Tensor | None:
-        """Hidden rows [X, D] that need logits, normed, in the order in which they exit."""
-        hidden = self.model.embed(batch.ids)
-        exits = []
-        for segment in batch.segments:
-            if segment.gather is not None:
-                hidden = hidden.index_select(0, segment.gather)
-            step = ForwardStep(segment.positions, segment.attention, self._kv)
-            whole = segment.end if segment.onward is None else segment.end - 1
-            hidden = self.model.run_layers(hidden, segment.begin, whole, step)
-            if segment.onward is not None:
-                step = replace(step, onward=segment.onward)
-                hidden = self.model.run_layers(hidden, whole, segment.end, step)
-            if segment.num_exits:
-                exits.append(
-                    hidden if segment.exits is None else hidden.index_select(0, segment.exits)
-                )
-        if not exits:
-            return None
-        return self.model.final_norm(exits[0] if len(exits) == 1 else torch.cat(exits))
-
     def _trunk(self, batch: StepBatch) -> Tensor:
-        """`_forward` of a batch of which every row needs logits."""
-        exits = self._forward(batch)
-        assert exits is not None
-        return exits
+        """Normed hidden rows of a batch of which every row needs logits."""
+        left = self._pass.run(batch)
+        assert left is not None
+        return self.model.final_norm(left)
 
-    def _finish(self, plan: Plan, batch: StepBatch, exits: Tensor) -> StepResult:
-        if self._only_draws(plan):
-            return self._draw_all(plan, exits)
-        rows = _rows_of(plan, batch)
-        draws: dict[int, Draw] = {}
-        scores: dict[int, list[TokenLogprob]] = {}
-        finite = finite_rows(exits)
-        bad = unsound_runs([row.run for row in rows], finite)
-        pooled = _pooled(plan, batch, exits)
-        if pooled:  # their rows need no head
-            heads = [i for i, row in enumerate(rows) if row.run not in pooled]
-            rows = [rows[i] for i in heads]
-            at = torch.tensor(heads, dtype=torch.int64, device=exits.device)
-            exits = exits.index_select(0, at)
-        for begin in range(0, len(rows), self._chunk_rows):
-            chunk = rows[begin : begin + self._chunk_rows]
-            logits = self.model.head(exits[begin : begin + self._chunk_rows])
-            self._score_targets(logits, chunk, scores)
-            self._draw_tokens(logits, plan, chunk, draws)
-        results = []
-        for index in range(len(plan.runs)):
-            drawn = draws.get(index)
-            results.append(
-                RunResult(
-                    None if drawn is None else drawn.token,
-                    None if drawn is None else drawn.logprob,
-                    tuple(scores.get(index, ())),
-                    NOT_FINITE if index in bad else "",
-                    pooled.get(index, b""),
-                    drawn is not None and drawn.token is None,
-                )
-            )
-        return StepResult(plan.step, tuple(results))
+    # --- branches ------------------------------------------------------------
 
-    def _only_draws(self, plan: Plan) -> bool:
-        """Whether every run leaves the trunk with one row of logits that is drawn from as it is."""
-        trunk = (0, self.num_layers)
-        return len(plan.runs) <= self._chunk_rows and all(
-            run.logits == 1
-            and run.layers == trunk
-            and run.sample is not None
-            and not run.prompt_targets
-            and is_plain(run.sample)
-            and not wants_logprob(run.sample.params)
-            for run in plan.runs
-        )
+    @torch.inference_mode()
+    def load_branch(self, folder: str) -> Branch:
+        """See `plan.BranchHost`."""
+        return self._branches.load(folder, self.identity.weights_hash)
 
-    def _draw_all(self, plan: Plan, exits: Tensor) -> StepResult:
-        """One token a run."""
-        return _results_of(plan, self._draw_ids(plan, exits)[1].tolist)
-
-    def _draw_ids(self, plan: Plan, exits: Tensor) -> tuple[Tensor, Tensor]:
-        """Drawn ids [R], and [2, R] of them and their rows' soundness: what the host must know
-        of a step, in one tensor."""
-        specs = [run.sample for run in plan.runs if run.sample is not None]
-        drawn = self._sampler.draw_ids(self.model.head(exits), specs)
-        return drawn, torch.stack([drawn, finite_rows(exits).to(drawn.dtype)])
-
-    def _score_targets(
-        self, logits: Tensor, chunk: Sequence[_Row], scores: dict[int, list[TokenLogprob]]
-    ) -> None:
-        """Logprobs of the prompt's own tokens; before the draw, which overwrites logits."""
-        at = [i for i, row in enumerate(chunk) if row.target >= 0]
-        if not at:
-            return
-        chosen = [chunk[i] for i in at]
-        picked = logits.index_select(0, torch.tensor(at, device=logits.device))
-        found = self._sampler.score(
-            picked, [row.target for row in chosen], [row.params for row in chosen], prompt=True
-        )
-        for row, score in zip(chosen, found, strict=True):
-            scores.setdefault(row.run, []).append(score)
-
-    def _draw_tokens(
-        self, logits: Tensor, plan: Plan, chunk: Sequence[_Row], draws: dict[int, Draw]
-    ) -> None:
-        at = [i for i, row in enumerate(chunk) if row.spec is not None]
-        if not at:
-            return
-        if len(at) < len(chunk):
-            logits = logits.index_select(0, torch.tensor(at, device=logits.device))
-        specs = [spec for row in chunk if (spec := row.spec) is not None]
-        sequences = [plan.runs[chunk[i].run].sequence for i in at]
-        for i, draw in zip(at, self._sampler.draw(logits, specs, sequences), strict=True):
-            draws[chunk[i].run] = draw
+    def unload_branch(self, key: str) -> None:
+        """See `plan.BranchHost`."""
+        self._branches.unload(key)
 
     # --- what it is ------------------------------------------------------------
 
@@ -420,33 +325,8 @@ class Runner:
             ),
             load_seconds=self.identity.load_seconds,
             hidden_size=self.model.hidden_size,
+            weights_hash=self.identity.weights_hash,
         )
-
-
-def _fetch(report: Tensor) -> Callable[[], list[list[int]]]:
-    """Begin to copy a tensor to the host; the result waits for the copy."""
-    if report.device.type != "cuda":
-        return report.tolist
-    host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
-    host.copy_(report, non_blocking=True)
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
-
-    def fetched() -> list[list[int]]:
-        done.synchronize()
-        return cast("list[list[int]]", host.tolist())
-
-    return fetched
-
-
-def _results_of(plan: Plan, fetch: Callable[[], list[list[int]]]) -> StepResult:
-    """The result of a step that only draws, from its report (`Runner._draw_ids`)."""
-    tokens, finite = fetch()
-    results = (
-        RunResult(token, error="" if good else NOT_FINITE)
-        for token, good in zip(tokens, finite, strict=True)
-    )
-    return StepResult(plan.step, tuple(results))
 
 
 def _grammar_library() -> str:
@@ -455,41 +335,6 @@ def _grammar_library() -> str:
         return metadata.version("llguidance")
     except metadata.PackageNotFoundError:
         return ""
-
-
-def finite_rows(exits: Tensor) -> Tensor:
-    """Which hidden rows [X, D] are wholly finite: bool [X]."""
-    return torch.isfinite(exits).all(dim=1)
-
-
-def unsound_runs(runs: Sequence[int], finite: Tensor) -> set[int]:
-    """Runs with a row that is not finite; `runs` names the run of each row."""
-    return {run for run, good in zip(runs, finite.tolist(), strict=True) if not good}
-
-
-def _rows_of(plan: Plan, batch: StepBatch) -> list[_Row]:
-    """One `_Row` for every row of logits, in the order in which they exit."""
-    total = max(end for _begin, end in batch.logit_rows)
-    rows: list[_Row] = [_Row(-1)] * total
-    for index, (run, (begin, end)) in enumerate(zip(plan.runs, batch.logit_rows, strict=True)):
-        if begin == end:
-            continue
-        params = run.prompt_params or (run.sample.params if run.sample is not None else None)
-        targets = run.prompt_targets or (-1,) * (end - begin)
-        for row, target in zip(range(begin, end), targets, strict=True):
-            rows[row] = _Row(index, target, params)
-        rows[end - 1].spec = run.sample
-    return rows
-
-
-def _pooled(plan: Plan, batch: StepBatch, exits: Tensor) -> dict[int, bytes]:
-    """What every run with pooled rows reports of them, by the run's index."""
-    at = [index for index, run in enumerate(plan.runs) if run.pooling]
-    if not at:
-        return {}
-    spans = [batch.logit_rows[index] for index in at]
-    found = pool(exits, spans, [plan.runs[index].pooling for index in at])
-    return dict(zip(at, found, strict=True))
 
 
 @contextmanager
@@ -514,10 +359,12 @@ def quiet_torch(backend: Backend) -> Iterator[None]:
 def load_runner(
     config: EngineConfig, progress: Callable[[str, float], None] | None = None
 ) -> Runner:
-    """Open the checkpoint, build backend and model, and lay out the pool.
+    """Open the checkpoint, build backend and model, and lay out the pool, with room for the
+    tails of the branches that the configuration names (`Runner.load_branch` loads them).
 
     Raises:
         ModelError: the model cannot be loaded.
+        BranchError: a branch's description that cannot be read.
         ConfigError: a device or backend that is absent, or a pool that is too small.
     """
     started = time.monotonic()
@@ -544,6 +391,8 @@ def load_runner(
         step_tokens=scheduler.max_step_tokens,
         max_sequences=scheduler.max_sequences,
         graphs=options.cuda_graphs,
+        branches=[read_branch(folder) for _, folder in config.branches.load],
+        keep_activations=config.branches.keep_activations,
     )
     runner.warm_up(progress)
     runner.identity = Identity(options.name, checkpoint.weights_hash(), time.monotonic() - started)

@@ -47,7 +47,7 @@ def test_prompt_logprobs_in_any_chunks(
 ) -> None:
     """A18: the same values whatever the cut of the head's rows."""
     probe.reset()
-    monkeypatch.setattr(probe.runner, "_chunk_rows", chunk_rows)
+    monkeypatch.setattr(probe.runner._reporter, "chunk_rows", chunk_rows)
     params = replace(GREEDY, prompt_logprobs=2, logprob_token_ids=(4,), logprobs=1)
     run = probe.run(TOKENS, 0, probe.pages(60), logits=60)
     targets = (*TOKENS[1:20], -1, *TOKENS[21:], -1)
@@ -71,7 +71,7 @@ def test_a_run_that_is_not_finite_says_so_and_spares_the_others(probe: Probe) ->
     expected = probe.runner.execute(Plan(1, (good,))).runs[0]
     bad_pages = probe.pages(60)
     probe.score(TOKENS[:32], pages=bad_pages)
-    for layer in probe.runner._kv:
+    for layer in probe.runner._pass.kv:
         layer.v[bad_pages[0][0]] = float("nan")
     bad = sampled(probe.run(TOKENS[32:], 32, bad_pages, logits=1), sequence=1)
     found = probe.runner.execute(Plan(2, (bad, good))).runs
@@ -87,8 +87,8 @@ def test_assembling_a_step_of_64_rows_takes_under_a_millisecond(probe: Probe) ->
         begin = time.perf_counter()
         batch = probe.runner._builder.build(Plan(1, runs))
         best = min(best, time.perf_counter() - begin)
-    assert batch.segments[0].gather is None
-    assert batch.segments[0].exits is None
+    assert batch.segments[0].lanes[0].gather is None
+    assert batch.segments[0].lanes[0].exits is None
     assert best < 1e-3, f"{best * 1e3:.2f} ms"
 
 
@@ -97,4 +97,4 @@ def test_a_step_with_every_row_in_every_layer_copies_no_rows(probe: Probe, tmp_p
     runs = tuple(probe.run([i], 0, probe.pages(1)) for i in range(5))
     batch = probe.runner._builder.build(Plan(1, runs))
     assert len(batch.segments) == 1
-    assert batch.segments[0].positions.dtype == torch.int32
+    assert batch.segments[0].lanes[0].positions.dtype == torch.int32

@@ -53,7 +53,7 @@ def test_rows_that_are_read_keep_their_bits(family: Checkpoint, dtype: torch.dty
         probe.reset()
         company = [fresh(probe, stranger, i % 3) for i, stranger in enumerate(STRANGERS)]
         runs = [*company[:place], fresh(probe, TOKENS, 2), *company[place:]]
-        onward = built(probe, *runs).segments[0].onward
+        onward = built(probe, *runs).segments[0].lanes[0].onward
         assert onward is not None
         assert onward.rows.shape[0] == sum(run.logits for run in runs)
         assert torch.equal(probe.step(*runs)[place], every[-2:])
@@ -98,10 +98,10 @@ def test_steps_of_which_every_row_is_read_stay_whole(probe: Probe) -> None:
     decode = built(probe, *(fresh(probe, [i], 1) for i in range(6)))
     scored = built(probe, fresh(probe, TOKENS, 90), fresh(probe, [1], 1))
     for batch in (decode, scored):
-        (segment,) = batch.segments
+        ((segment,),) = [s.lanes for s in batch.segments]
         assert segment.onward is None
         assert segment.exits is None
-    mixed = built(probe, fresh(probe, TOKENS, 1), fresh(probe, [1], 1)).segments[0]
+    mixed = built(probe, fresh(probe, TOKENS, 1), fresh(probe, [1], 1)).segments[0].lanes[0]
     assert mixed.exits is None  # the rows that leave are those that need logits
 
 
