@@ -8,11 +8,12 @@ line that fails alone as often as it may is the cause, and its error is its answ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
+
+from lockstep.places import Places
 
 IN_COMPANY = 2  # attempts
 ALONE = 2
@@ -22,33 +23,6 @@ LONGEST_PAUSE = 60.0
 READY_POLL = 0.1
 
 Post = Callable[[str, bytes, str], Awaitable[tuple[int, bytes]]]  # of path, body and owner
-
-
-class Places:
-    """How many lines of all batches may be in the engine at once; first come, first served."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._free = asyncio.Semaphore(count)
-        self._one_alone = asyncio.Lock()
-
-    @asynccontextmanager
-    async def take(self, *, alone: bool = False) -> AsyncIterator[None]:
-        """A place, or all of them."""
-        if not alone:
-            async with self._free:
-                yield
-            return
-        async with self._one_alone:
-            held = 0
-            try:
-                for _ in range(self.count):
-                    await self._free.acquire()
-                    held += 1
-                yield
-            finally:
-                for _ in range(held):
-                    self._free.release()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
+
+from lockstep.lines import read_lines
 
 MAX_CUSTOM_ID = 512  # characters
 ENVELOPE_BYTES = 16 * 1024  # of a line, beside its body
 _KEYS = ("custom_id", "method", "url", "body")
-_SKIP_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +56,6 @@ class Source:
         with self.path.open("rb") as file:
             for number, text in read_lines(file, self.max_body + ENVELOPE_BYTES):
                 yield check_line(number, text, self.endpoint, self.max_body)
-
-
-def read_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """Number and text of every line that is not blank; None for one of more than `max_bytes`.
-
-    Lines end at a line feed, at nothing else. Holds one line at a time.
-    """
-    number = 0
-    while raw := file.readline(max_bytes + 1):
-        number += 1
-        if len(raw) > max_bytes and not raw.endswith(b"\n"):
-            while (rest := file.readline(_SKIP_BYTES)) and not rest.endswith(b"\n"):
-                pass
-            yield number, None
-            continue
-        text = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-        if text := text.strip(b" \t\r\n"):
-            yield number, text
 
 
 class _Body(msgspec.Struct):

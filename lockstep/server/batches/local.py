@@ -22,12 +22,14 @@ import msgspec
 from fastapi import FastAPI
 
 from lockstep.engine.client import EngineState
+from lockstep.lines import read_lines
+from lockstep.places import Places
 from lockstep.server.batches.answering import Answering
-from lockstep.server.batches.attempts import Places, Sender
+from lockstep.server.batches.attempts import Sender
 from lockstep.server.batches.checking import Checked, check_file
 from lockstep.server.batches.inprocess import InProcess, batch_endpoints
 from lockstep.server.batches.journal import Journal
-from lockstep.server.batches.lines import ENVELOPE_BYTES, RowError, Source, read_lines
+from lockstep.server.batches.lines import ENVELOPE_BYTES, RowError, Source
 from lockstep.server.batches.results import ordered_rows
 from lockstep.server.batches.store import sync_folder
 from lockstep.server.batches.threads import stoppable, to_the_end

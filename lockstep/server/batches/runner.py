@@ -13,7 +13,8 @@ from fastapi import FastAPI
 
 from lockstep.config import ConfigError, ServerConfig
 from lockstep.engine.client import EngineState, EngineUnavailable
-from lockstep.server.batches.attempts import READY_POLL, Places, Sender
+from lockstep.places import Places
+from lockstep.server.batches.attempts import READY_POLL, Sender
 from lockstep.server.batches.inprocess import InProcess
 from lockstep.server.batches.job import BatchRun
 from lockstep.server.batches.objects import BatchObject, Job

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.places import Places
 from lockstep.server.batches import attempts
-from lockstep.server.batches.attempts import ALONE, FULL_QUEUE, IN_COMPANY, Places, Sender
+from lockstep.server.batches.attempts import ALONE, FULL_QUEUE, IN_COMPANY, Sender
 
 
 class Engine:

@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.places import Places
 from lockstep.server.batches import job as job_module
-from lockstep.server.batches.attempts import Places, Sender
+from lockstep.server.batches.attempts import Sender
 from lockstep.server.batches.job import BatchRun
 from lockstep.server.batches.lines import Source
 from lockstep.server.batches.objects import (

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lockstep.lines import read_lines
 from lockstep.server.batches.lines import (
     MAX_CUSTOM_ID,
     BadLine,
     Line,
     answered,
     check_line,
-    read_lines,
     refused,
     tokens_used,
 )
