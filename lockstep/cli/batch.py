@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import options
+from lockstep.cli.batch_decide import decide
 
 if TYPE_CHECKING:
     from lockstep.async_llm import AsyncLLM
@@ -23,6 +24,9 @@ app = typer.Typer(help="Many requests in one file.", no_args_is_help=True)
 @app.callback()
 def _batch() -> None:
     """Many requests in one file."""
+
+
+app.command()(decide)
 
 
 @app.command()

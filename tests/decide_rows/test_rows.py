@@ -1,0 +1,30 @@
+"""Input lines as prompts and conversations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.decide_rows import Rows
+from lockstep.decide_rows.rows import BadRow
+
+
+def test_a_template_takes_fields_and_leaves_other_braces() -> None:
+    rows = Rows(Path("x"), template='{title}: {n} {"json": true} {text}')
+    row = rows.parse(3, b'{"id": 5, "title": "{text}", "n": 2.5, "text": "T", "more": null}')
+    assert (row.line, row.id) == (3, 5)
+    assert row.given == '{text}: 2.5 {"json": true} T'  # what a row brings along is not filled in
+    with pytest.raises(BadRow, match="title is missing") as caught:
+        rows.parse(1, b'{"id": "a", "text": "T", "n": 1}')
+    assert (caught.value.id, caught.value.field) == ("a", "title")
+
+
+def test_chats_and_rows_that_are_conversations() -> None:
+    talk = [{"role": "user", "content": "hi"}]
+    assert Rows(Path("x")).parse(1, b'{"messages": [{"role": "user", "content": "hi"}]}').given == (
+        talk
+    )
+    assert Rows(Path("x"), chat=True).parse(1, b'{"text": "hi"}').given == talk
+    spoken = Rows(Path("x"), system="Be brief.").parse(1, b'{"text": "hi"}').given
+    assert spoken == [{"role": "system", "content": "Be brief."}, *talk]
