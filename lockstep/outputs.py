@@ -121,6 +121,11 @@ class Answer:
         return TextStream(self._tokenizer, ids, self.request.sampling, shown=self._shown)
 
     @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """What the answer's tokens follow: the prompt, and the header of a gate that has opened."""
+        return (*self.request.prompt, *self._header())
+
+    @property
     def prompt_tokens(self) -> int:
         """Tokens read: the prompt, and a gate's question and the header that it opened with.
         Of a header that goes on from the question, the question counts once."""
@@ -128,9 +133,14 @@ class Answer:
         if gate is None:
             return count
         asked = gate.probes[0].suffix
-        header = (gate.headers[self.gate.chosen] if self.gate is not None else None) or ()
+        header = self._header()
         goes_on = len(header) > 0 and header[: len(asked)] == asked
         return count + len(header) + (0 if goes_on else len(asked))
+
+    def _header(self) -> tuple[int, ...]:
+        if self.request.gate is None or self.gate is None:
+            return ()
+        return self.request.gate.headers[self.gate.chosen] or ()
 
     @property
     def done(self) -> bool:

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from lockstep.async_llm import AnswerStream
+from lockstep.decisions import Decision, Gated
 from lockstep.outputs import Delta
 from lockstep.server.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from lockstep.server.sse import merge
@@ -70,12 +71,20 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Decided:
+    """What the request's gate decided: the first piece of every choice."""
+
+    choice: int
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The choice has ended.
 
     Attributes:
-        reason: "stop", "length", "cancelled", or "tool_calls" when it stopped by itself and
-            holds at least one call.
+        reason: "stop", "length", "cancelled", "gate", or "tool_calls" when it stopped by itself
+            and holds at least one call.
         stop_reason: the stop string or client's stop token id that ended it, if one did.
     """
 
@@ -84,7 +93,7 @@ class Finished:
     stop_reason: str | int | None
 
 
-Piece = Reasoning | Content | CallStarted | CallArguments | Tokens | Finished
+Piece = Reasoning | Content | CallStarted | CallArguments | Tokens | Decided | Finished
 
 
 def new_call_id(form: AnswerFormat) -> str:
@@ -101,6 +110,7 @@ class PieceBuilder:
         choice: the index that the pieces carry.
         count: told of every call that the model began, once. A call that is "malformed" went
             wrong by itself, one that is "aborted" was not finished because the answer was cut.
+        gated: the gate of its request.
 
     Attributes:
         tokens: generated so far.
@@ -108,10 +118,15 @@ class PieceBuilder:
     """
 
     def __init__(
-        self, choice: int, form: AnswerFormat = PLAIN, count: CallCount | None = None
+        self,
+        choice: int,
+        form: AnswerFormat = PLAIN,
+        count: CallCount | None = None,
+        gated: Gated | None = None,
     ) -> None:
         self.tokens = 0
         self._choice = choice
+        self._gated = gated
         self._form = form
         self._reader = None if form.plain else AnswerReader(form)
         self._thinking_offsets: list[int] = []  # of tokens that may belong to the reasoning
@@ -131,6 +146,8 @@ class PieceBuilder:
     def push(self, delta: Delta) -> list[Piece]:
         """The pieces that a delta makes: its tokens, its texts, the end of the choice."""
         pieces: list[Piece] = []
+        if delta.gate is not None and self._gated is not None:
+            pieces.append(Decided(self._choice, self._gated.decision(delta.gate)))
         if delta.token_ids or delta.prompt_logprobs is not None:
             pieces.append(Tokens(self._choice, delta))
         self.tokens += len(delta.token_ids)
@@ -207,6 +224,7 @@ class PieceStream:
         streams: running requests, all with the same n.
         form: how their answers are written.
         count: as `PieceBuilder`.
+        gates: of gated requests, one for each stream.
     """
 
     def __init__(
@@ -214,11 +232,13 @@ class PieceStream:
         streams: Sequence[AnswerStream],
         form: AnswerFormat = PLAIN,
         count: CallCount | None = None,
+        gates: Sequence[Gated] = (),
     ) -> None:
         self.streams = streams
         self.n = streams[0].answer.request.sampling.n
         self._builders = [
-            PieceBuilder(index, form, count) for index in range(self.n * len(streams))
+            PieceBuilder(index, form, count, gates[index // self.n] if gates else None)
+            for index in range(self.n * len(streams))
         ]
 
     async def steps(self) -> AsyncGenerator[list[Piece], None]:
@@ -248,7 +268,7 @@ class PieceStream:
 
     def usage(self) -> Usage:
         """Totals so far; a prompt counts once however many choices share it."""
-        prompt = sum(len(stream.answer.request.prompt) for stream in self.streams)
+        prompt = sum(stream.answer.prompt_tokens for stream in self.streams)
         generated = sum(builder.tokens for builder in self._builders)
         return Usage(
             prompt_tokens=prompt,

@@ -15,6 +15,7 @@ from lockstep.server.answers import (
     CallArguments,
     CallStarted,
     Content,
+    Decided,
     Finished,
     Piece,
     PieceStream,
@@ -26,6 +27,7 @@ from lockstep.server.generation import Envelope, Service, respond, service_of
 from lockstep.server.json_route import JSONRoute
 from lockstep.server.openapi import returns
 from lockstep.server.protocol import ChatBody
+from lockstep.server.protocol.gate import gate_words
 from lockstep.text import Tokenizer
 
 router = APIRouter(route_class=JSONRoute)
@@ -53,6 +55,7 @@ class ChatCall:
         self._tokenizer = tokenizer
         self._answer = pieces.streams[0].answer
         self._request = self._answer.request
+        self._decision: replies.GateDecision | UnsetType = UNSET
 
     @classmethod
     async def submit(cls, service: Service, body: ChatBody) -> ChatCall:
@@ -60,7 +63,11 @@ class ChatCall:
         service.check_model(body.model)
         params = body.sampling()
         envelope = Envelope.new(service, "chatcmpl")
-        pieces = await submit_turn(service, envelope, body.turn(), params, priority=body.priority)
+        gate = None if body.gate is None else body.gate.spec()
+        with gate_words():
+            pieces = await submit_turn(
+                service, envelope, body.turn(), params, priority=body.priority, gate=gate
+            )
         return cls(body, envelope, pieces, service.llm.tokenizer)
 
     def cancel(self) -> None:
@@ -92,20 +99,23 @@ class ChatCall:
             choices=choices,
             usage=self._pieces.usage(),
             system_fingerprint=self._envelope.fingerprint,
+            decision=self._decision,
             prompt_logprobs=self._prompt_logprobs(),
             prompt_token_ids=self._prompt_token_ids(),
         )
 
     async def stream(self) -> AsyncGenerator[replies.Reply, None]:
-        """The role of each choice, chunks, then usage if asked for."""
-        for index in range(self._pieces.n):
-            role = replies.ChatDelta(role="assistant", content="")
-            reply = self._reply([replies.ChatChunkChoice(index=index, delta=role)])
-            reply.prompt_token_ids = self._prompt_token_ids() if index == 0 else UNSET
-            yield reply
+        """The role of each choice, chunks, then usage if asked for. Behind a gate a choice's
+        role comes with the decision."""
+        if self._body.gate is None:
+            for index in range(self._pieces.n):
+                yield self._begun(_role(index))
         told = False
         async with aclosing(self._chunks()) as chunks:
             async for chunk in chunks:
+                if chunk.delta.role is not UNSET:
+                    yield self._begun(chunk)
+                    continue
                 reply = self._reply([chunk])
                 if not told:
                     reply.prompt_logprobs = self._prompt_logprobs()
@@ -123,10 +133,14 @@ class ChatCall:
     def _split(self, pieces: Sequence[Piece]) -> list[replies.ChatChunkChoice]:
         """A step's chunks: what it adds to its choice, and apart from it the choice's end."""
         chunk = replies.ChatChunkChoice(index=pieces[0].choice, delta=replies.ChatDelta())
+        begun: list[replies.ChatChunkChoice] = []
         chunks: list[replies.ChatChunkChoice] = []
         seen = False
         for piece in pieces:
             match piece:
+                case Decided(decision=decision):
+                    self._decision = replies.GateDecision.of(decision)
+                    begun.append(_role(piece.choice))
                 case Tokens(delta=delta):
                     if self._body.logprobs:
                         seen |= logprobs.shown_tokens(delta, self._request) > 0
@@ -151,7 +165,14 @@ class ChatCall:
             if chunk.delta.tool_calls is UNSET and chunk.delta.reasoning_content is UNSET:
                 chunk.delta.content = chunk.delta.content or ""
             chunks.insert(0, chunk)
-        return chunks
+        return begun + chunks
+
+    def _begun(self, role: replies.ChatChunkChoice) -> replies.ChatChunk:
+        """The first chunk of a choice."""
+        reply = self._reply([role])
+        reply.decision = self._decision
+        reply.prompt_token_ids = self._prompt_token_ids() if role.index == 0 else UNSET
+        return reply
 
     def _prompt_logprobs(self) -> replies.PromptLogprobs | UnsetType:
         entries = self._answer.prompt_logprobs
@@ -160,7 +181,7 @@ class ChatCall:
         return logprobs.prompt_logprobs(self._tokenizer, self._request, entries)
 
     def _prompt_token_ids(self) -> list[int] | UnsetType:
-        return list(self._request.prompt) if self._body.return_token_ids else UNSET
+        return list(self._answer.prompt_ids) if self._body.return_token_ids else UNSET
 
     def _usage(self, *, last: bool) -> replies.Usage | UnsetType | None:
         """What stands under `usage` in a chunk."""
@@ -177,6 +198,11 @@ class ChatCall:
             system_fingerprint=self._envelope.fingerprint,
             usage=self._usage(last=not choices),
         )
+
+
+def _role(index: int) -> replies.ChatChunkChoice:
+    delta = replies.ChatDelta(role="assistant", content="")
+    return replies.ChatChunkChoice(index=index, delta=delta)
 
 
 def _add(delta: replies.ChatDelta, piece: Piece) -> None:

@@ -10,9 +10,10 @@ from fastapi import Request as HTTPRequest
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
+from lockstep.decisions import Gated, gate_prompt
 from lockstep.outputs import Delta
 from lockstep.server import logprobs, replies
-from lockstep.server.answers import Content, Finished, Piece, PieceStream, Tokens
+from lockstep.server.answers import Content, Decided, Finished, Piece, PieceStream, Tokens
 from lockstep.server.generation import (
     Envelope,
     Service,
@@ -24,7 +25,9 @@ from lockstep.server.generation import (
 from lockstep.server.json_route import JSONRoute
 from lockstep.server.openapi import returns
 from lockstep.server.protocol import CompletionBody
+from lockstep.server.protocol.gate import gate_words
 from lockstep.text import Tokenizer
+from lockstep.types import SamplingParams
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -60,6 +63,7 @@ class CompletionCall:
                 for prompt in prompts
             ]
         self._begun: set[int] = set()
+        self._decision: replies.GateDecision | UnsetType = UNSET
 
     @classmethod
     async def submit(cls, service: Service, body: CompletionBody) -> CompletionCall:
@@ -72,10 +76,13 @@ class CompletionCall:
         ids = await off_loop(
             lambda: [builder.encode(prompt) for prompt in prompts], sum(map(len, prompts))
         )
+        gates = [] if body.gate is None else await _gates(service, body, params, ids)
         requests = build_requests(
-            service, envelope, ids, params, priority=body.priority, field="prompt"
+            service, envelope, ids, params, priority=body.priority, field="prompt", gates=gates
         )
-        pieces = PieceStream(await service.llm.submit(requests))
+        with gate_words():
+            streams = await service.llm.submit(requests, begins=[own.begins for own in gates])
+        pieces = PieceStream(streams, gates=gates)
         return cls(body, envelope, prompts, pieces, service.llm.tokenizer)
 
     def cancel(self) -> None:
@@ -108,9 +115,15 @@ class CompletionCall:
     async def _choices(self) -> AsyncGenerator[replies.CompletionChoice, None]:
         async with aclosing(self._pieces.steps()) as steps:
             async for pieces in steps:
-                part = self._part(pieces)
-                if part is not None:
-                    yield part
+                first, rest = pieces[:1], pieces[1:]
+                if isinstance(first[0], Decided) and rest:  # what follows has a chunk of its own
+                    split = [first, rest]
+                else:
+                    split = [pieces]
+                for own in split:
+                    part = self._part(own)
+                    if part is not None:
+                        yield part
 
     def _part(self, pieces: Sequence[Piece]) -> replies.CompletionChoice | None:
         """What a step adds to its choice; None when it adds nothing that the client sees."""
@@ -120,6 +133,10 @@ class CompletionCall:
         seen = first
         for piece in pieces:
             match piece:
+                case Decided(decision=decision):
+                    part.decision = replies.GateDecision.of(decision)
+                    if len(self._pieces.streams) == 1:
+                        self._decision = part.decision
                 case Tokens():
                     seen |= self._add_tokens(part, piece)
                 case Content(text=text):
@@ -153,7 +170,7 @@ class CompletionCall:
         request = answer.request
         part.text = self._echoed[index] + part.text
         if self._body.return_token_ids:
-            part.prompt_token_ids = list(request.prompt)
+            part.prompt_token_ids = list(answer.prompt_ids)
             part.token_ids = part.token_ids or []
         if self._body.prompt_logprobs is not None:
             part.prompt_logprobs = logprobs.prompt_logprobs(
@@ -182,7 +199,32 @@ class CompletionCall:
             model=self._envelope.model,
             system_fingerprint=self._envelope.fingerprint,
             choices=choices,
+            decision=self._told(choices),
             usage=usage,
+        )
+
+    def _told(self, choices: list[replies.CompletionChoice]) -> replies.GateDecision | UnsetType:
+        """The decision of the only prompt, where one of its choices tells of it."""
+        told = any(choice.decision is not UNSET for choice in choices)
+        return self._decision if told else UNSET
+
+
+async def _gates(
+    service: Service, body: CompletionBody, params: SamplingParams, prompts: list[list[int]]
+) -> list[Gated]:
+    """The body's gate on each prompt.
+
+    Raises:
+        RequestError: naming the gate's field.
+    """
+    assert body.gate is not None
+    spec = body.gate.spec()
+    spec.check_writer(params)
+    builder, branches = service.llm.builder, service.branches
+    with gate_words():
+        return await off_loop(
+            lambda: [gate_prompt(builder, spec, branches, ids) for ids in prompts],
+            sum(map(len, prompts)),
         )
 
 

@@ -6,10 +6,12 @@ to be held to a form, and the form in which the answer is read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
+from lockstep.decisions import Gated, GateSpec, gate_chat
 from lockstep.server.answers import CallCount, PieceStream
 from lockstep.server.generation import Envelope, Service, build_requests, off_loop
 from lockstep.text import Tokenizer
@@ -30,12 +32,14 @@ class Prepared:
         form: how the answer is read.
         sampling: the client's, with the grammar that the turn needs.
         shown: control tokens that are part of the answer's text.
+        gated: what decides whether there is an answer; its prompt is the beginning of `ids`.
     """
 
     ids: list[int]
     form: AnswerFormat
     sampling: SamplingParams
     shown: frozenset[int]
+    gated: Gated | None = None
 
 
 @lru_cache(maxsize=4)
@@ -51,10 +55,12 @@ async def submit_turn(
     *,
     priority: int = 0,
     field: str = "messages",
+    gate: GateSpec | None = None,
 ) -> PieceStream:
     """Check a turn, render it and queue its request.
 
     Args:
+        gate: decides whether there is an answer.
         sampling: with the grammar of a response format, if there is one.
         field: what the client calls the conversation, for errors.
 
@@ -64,13 +70,22 @@ async def submit_turn(
 
     async def attempt(*, loose: bool) -> PieceStream:
         prepared = await off_loop(
-            lambda: prepare(service, turn, sampling, loose=loose), turn.length()
+            lambda: prepare(service, turn, sampling, loose=loose, gate=gate), turn.length()
         )
+        gates = [prepared.gated] if prepared.gated is not None else []
         requests = build_requests(
-            service, envelope, [prepared.ids], prepared.sampling, priority=priority, field=field
+            service,
+            envelope,
+            [gates[0].prompt if gates else prepared.ids],
+            prepared.sampling,
+            priority=priority,
+            field=field,
+            gates=gates,
         )
-        streams = await service.llm.submit(requests, shown=prepared.shown)
-        return PieceStream(streams, prepared.form, _counter(service, prepared.form))
+        streams = await service.llm.submit(
+            requests, shown=prepared.shown, begins=[own.begins for own in gates]
+        )
+        return PieceStream(streams, prepared.form, _counter(service, prepared.form), gates)
 
     try:
         return await attempt(loose=False)
@@ -90,12 +105,18 @@ def _counter(service: Service, form: AnswerFormat) -> CallCount | None:
 
 
 def prepare(
-    service: Service, turn: Turn, sampling: SamplingParams, *, loose: bool = False
+    service: Service,
+    turn: Turn,
+    sampling: SamplingParams,
+    *,
+    loose: bool = False,
+    gate: GateSpec | None = None,
 ) -> Prepared:
     """Render a turn and settle how its answer is written and read.
 
     Args:
         loose: as `constrain`.
+        gate: as `submit_turn`.
 
     Raises:
         RequestError: calls without results, the template's complaint, an effort that it
@@ -104,7 +125,8 @@ def prepare(
     check_calls(turn.messages)
     tokenizer, config = service.llm.tokenizer, service.config
     dialect = _dialect(tokenizer, config.tool_parser, config.reasoning_parser)
-    ids = _encode(service, dialect, turn)
+    shown = _shown(service, dialect, turn)
+    ids = shown.ids
     functions, choice = turn.callable(), dialect.settle(turn.choice)
     form = dialect.answer(tokenizer, ids, functions, choice)
     grammar = constrain(form, choice, sampling.grammar, dialect.control_ids, loose=loose)
@@ -114,10 +136,32 @@ def prepare(
         form = replace(form, eager=choice.mode == "required" or sampling.grammar is None)
     if grammar is not sampling.grammar:
         sampling = replace(sampling, grammar=grammar)
-    return Prepared(ids, form, sampling, dialect.shown(form))
+    gated = None
+    if gate is not None:
+        gate.check_writer(sampling)
+        gated = gate_chat(
+            service.llm.builder,
+            gate,
+            service.branches,
+            shown.messages,
+            ids,
+            tools=shown.tools,
+            template_arguments=shown.arguments,
+        )
+    return Prepared(ids, form, sampling, dialect.shown(form), gated)
 
 
-def _encode(service: Service, dialect: Dialect, turn: Turn) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A turn as the model's chat template was given it, and what it made of it."""
+
+    ids: list[int]
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None
+    arguments: Mapping[str, Any]
+
+
+def _shown(service: Service, dialect: Dialect, turn: Turn) -> _Shown:
     """The prompt's ids.
 
     A template without a system role gets what the server has to say of functions in the
@@ -128,12 +172,13 @@ def _encode(service: Service, dialect: Dialect, turn: Turn) -> list[int]:
     messages, tools = dialect.prompt(turn.messages, told)
     arguments = {**_effort(dialect, turn.effort), **(turn.template_arguments or {})}
     try:
-        return builder.encode_chat(messages, arguments, tools)
+        return _Shown(builder.encode_chat(messages, arguments, tools), messages, tools, arguments)
     except RequestError as error:
         own = not turn.messages or turn.messages[0]["role"] != "system"
         if error.code != "chat_template_error" or not own or messages[0]["role"] != "system":
             raise
-        return builder.encode_chat(without_system(messages), arguments, tools)
+        messages = without_system(messages)
+        return _Shown(builder.encode_chat(messages, arguments, tools), messages, tools, arguments)
 
 
 def _effort(dialect: Dialect, effort: str | None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lockstep.engine.client import EngineUnavailable
 from lockstep.outputs import GenerationError
 from lockstep.server import calls
+from lockstep.server.paths import problem
 from lockstep.types import LockstepError, RequestError
 
 log = logging.getLogger("lockstep.server")
@@ -218,6 +219,11 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:
         message, param, code = _first_problem(error.errors())
+        if param == "gate":
+            inside = [each for each in error.errors() if each["loc"][1:2] == ("gate",)]
+            found = problem(inside, error.body)
+            if found is not None:
+                return response(found)
         return _json(*_reply(400, message, param=param, code=code))
 
     @app.exception_handler(HTTPException)

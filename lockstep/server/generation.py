@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -13,12 +13,15 @@ from fastapi import Request as HTTPRequest
 from starlette.responses import Response
 
 from lockstep.async_llm import AsyncLLM
+from lockstep.branch import Branch
 from lockstep.config import ServerConfig
+from lockstep.decisions import BranchSource, Gated
+from lockstep.decisions.sources import LabelSource, Source
 from lockstep.server.errors import UnknownModel
 from lockstep.server.metrics import ToolCalls
 from lockstep.server.replies import Reply, encode
 from lockstep.server.sse import EventStream, until_disconnect
-from lockstep.types import Request, SamplingParams
+from lockstep.types import Request, RequestError, SamplingParams
 
 T = TypeVar("T")
 LONG_TEXT = 50_000  # characters; about ten milliseconds of tokenising
@@ -38,18 +41,48 @@ class Service:
         """The one name that clients use."""
         return self.config.served_name or self.llm.client.config.model.name
 
+    @property
+    def branches(self) -> Mapping[str, Branch]:
+        """The loaded branches, by name."""
+        return self.llm.branches
+
     def check_model(self, name: str) -> None:
-        """Refuse any other name.
+        """Refuse any name but that of the model that writes.
+
+        Raises:
+            UnknownModel: a 404 that lists what there is.
+            RequestError: a branch, which only decides.
+        """
+        if name == self.model_name:
+            return
+        if name in self.branches:
+            raise RequestError(
+                f"{name!r} is a branch: it decides and cannot do this; ask it at /v1/decisions, "
+                f"/v1/systemone or /v1/classify, or use {self.model_name!r} here",
+                field="model",
+                code="model_is_a_branch",
+            )
+        raise self._unknown(name)
+
+    def decider(self, name: str) -> Source:
+        """Who decides under this name: the model itself, or a branch.
 
         Raises:
             UnknownModel: a 404 that lists what there is.
         """
-        if name != self.model_name:
-            raise UnknownModel(
-                f"the model {name!r} is not served here; there is {self.model_name!r}",
-                field="model",
-                code="model_not_found",
-            )
+        if name == self.model_name:
+            return LabelSource()
+        if name in self.branches:
+            return BranchSource(name, self.branches[name])
+        raise self._unknown(name)
+
+    def _unknown(self, name: str) -> UnknownModel:
+        there = ", ".join(map(repr, (self.model_name, *sorted(self.branches))))
+        return UnknownModel(
+            f"the model {name!r} is not served here; there is {there}",
+            field="model",
+            code="model_not_found",
+        )
 
 
 def service_of(request: HTTPRequest) -> Service:
@@ -91,8 +124,12 @@ def build_requests(
     *,
     priority: int,
     field: str,
+    gates: Sequence[Gated] = (),
 ) -> list[Request]:
     """One engine request for each prompt.
+
+    Args:
+        gates: one for each prompt, or none at all.
 
     Raises:
         RequestError: as `RequestBuilder.build`.
@@ -100,7 +137,12 @@ def build_requests(
     builder = service.llm.builder
     return [
         builder.build(
-            ids, params, request_id=f"{envelope.id}-{index}", priority=priority, field=field
+            ids,
+            params,
+            request_id=f"{envelope.id}-{index}",
+            priority=priority,
+            field=field,
+            gate=gates[index].gate if gates else None,
         )
         for index, ids in enumerate(prompts)
     ]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from lockstep.decisions import Decision
+
 
 class Reply(msgspec.Struct, kw_only=True):
     """Base of every reply body."""
@@ -58,6 +60,29 @@ class Alternative(Reply):
     token: str
     logprob: float
     bytes: list[int]
+
+
+class GateDecision(Reply):
+    """What a gate decided. `option` is true or false of a predicate; probabilities have the
+    options' texts as keys, in their order."""
+
+    option: str | bool
+    probabilities: dict[str, float]
+    confidence: float
+    mass: float
+    source: str
+
+    @classmethod
+    def of(cls, decision: Decision) -> GateDecision:
+        """On the wire."""
+        texts = [option.text for option in decision.question.options]
+        return cls(
+            option=decision.value,
+            probabilities=dict(zip(texts, decision.probabilities, strict=True)),
+            confidence=decision.confidence,
+            mass=decision.mass,
+            source=decision.source,
+        )
 
 
 class ChatLogprob(Reply):
@@ -144,6 +169,7 @@ class ChatCompletion(Reply):
     usage: Usage
     system_fingerprint: str
     object: str = "chat.completion"
+    decision: GateDecision | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -193,6 +219,7 @@ class ChatChunk(Reply):
     choices: list[ChatChunkChoice]
     system_fingerprint: str
     object: str = "chat.completion.chunk"
+    decision: GateDecision | UnsetType = UNSET
     usage: Usage | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -206,6 +233,7 @@ class CompletionChoice(Reply):
     finish_reason: str | None = None
     logprobs: CompletionLogprobs | None = None
     stop_reason: str | int | None = None
+    decision: GateDecision | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -220,6 +248,7 @@ class Completion(Reply):
     choices: list[CompletionChoice]
     system_fingerprint: str
     object: str = "text_completion"
+    decision: GateDecision | UnsetType = UNSET
     usage: Usage | UnsetType | None = UNSET
 
 

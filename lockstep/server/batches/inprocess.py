@@ -36,12 +36,17 @@ class BackgroundLLM(AsyncLLM):
         self._llm = llm
 
     async def submit(
-        self, requests: Sequence[Request], *, shown: frozenset[int] = frozenset()
+        self,
+        requests: Sequence[Request],
+        *,
+        shown: frozenset[int] = frozenset(),
+        begins: Sequence[Sequence[str]] = (),
     ) -> list[AnswerStream]:
         """As `AsyncLLM.submit`, behind what is not background work."""
         return await self._llm.submit(
             [replace(request, priority=_lowered(request.priority)) for request in requests],
             shown=shown,
+            begins=begins,
         )
 
 

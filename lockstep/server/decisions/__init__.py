@@ -3,8 +3,6 @@
 Where things go:
 - `openai.py`: `POST /v1/decisions`, OpenAI's shape.
 - `systemone.py`: `POST /v1/systemone`, TypeSafe's shape.
-- `inputs.py`: OpenAI's input items as a conversation.
-- `parts.py`: JSON as text, and its limits.
 - `account.py`: runs an inquiry and counts its tokens.
 
 What a decision is: `lockstep.decisions`. How to ask: `docs/decisions.md`.

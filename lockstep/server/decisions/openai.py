@@ -13,63 +13,19 @@ from fastapi import Request as HTTPRequest
 from pydantic import Field
 from starlette.responses import Response
 
-from lockstep.decisions import Choice, Decision, Option, Predicate, Question, Score, inquire
-from lockstep.decisions.questions import MAX_OPTIONS, MAX_QUESTIONS
-from lockstep.requests import check_text
+from lockstep.decisions import Decision, Question, inquire
+from lockstep.decisions.questions import MAX_QUESTIONS
 from lockstep.server.decisions.account import Account, answer
-from lockstep.server.decisions.inputs import Input, InputPart, conversation, parts_text
 from lockstep.server.generation import Service, service_of
 from lockstep.server.openapi import returns
 from lockstep.server.paths import PathRoute
 from lockstep.server.protocol import Body
+from lockstep.server.protocol.inputs import Input, conversation
+from lockstep.server.protocol.questions import QuestionBody, question_of
 from lockstep.server.replies import Reply, encode
 from lockstep.server.sse import until_disconnect
-from lockstep.types import RequestError
 
 router = APIRouter(route_class=PathRoute)
-
-MAX_LEVELS = 10
-
-
-class PredicateBody(Body):
-    """Is a statement true of the input?"""
-
-    type: Literal["predicate"]
-    instructions: str | list[InputPart]
-    name: str | None = None
-
-
-class ChoiceOption(Body):
-    """One of the choices."""
-
-    value: str | bool
-    description: str | None = None
-    threshold: Annotated[float, Field(ge=0, le=1)] | None = None
-
-
-class ChoiceBody(Body):
-    """Which of the choices fits?"""
-
-    type: Literal["choice"]
-    instructions: str | list[InputPart]
-    choices: Annotated[list[ChoiceOption], Field(min_length=2, max_length=MAX_OPTIONS)]
-    name: str | None = None
-
-
-class Level(Body):
-    """One of the levels."""
-
-    label: str
-    description: str | None = None
-
-
-class ScoreBody(Body):
-    """Which of the levels?"""
-
-    type: Literal["score"]
-    instructions: str | list[InputPart]
-    levels: Annotated[list[Level], Field(min_length=2, max_length=MAX_LEVELS)]
-    name: str | None = None
 
 
 class CacheOptions(Body):
@@ -77,9 +33,6 @@ class CacheOptions(Body):
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: str | None = None
-
-
-QuestionBody = Annotated[PredicateBody | ChoiceBody | ScoreBody, Field(discriminator="type")]
 
 
 class DecisionsBody(Body):
@@ -100,41 +53,7 @@ class DecisionsBody(Body):
         Raises:
             RequestError: naming the place, e.g. `questions[3].choices[0].value`.
         """
-        return [_question(body, f"questions[{i}]") for i, body in enumerate(self.questions)]
-
-
-def _question(body: PredicateBody | ChoiceBody | ScoreBody, where: str) -> Question:
-    check_text(f"{where}.name", body.name or "")
-    text = parts_text(body.instructions, f"{where}.instructions")
-    try:
-        if not text.strip():
-            raise RequestError("instructions must not be empty", field="instructions")
-        match body:
-            case PredicateBody():
-                return Predicate(text)
-            case ChoiceBody():
-                return Choice(text, [_choice(own, i) for i, own in enumerate(body.choices)])
-            case ScoreBody():
-                return Score(text, [_level(own, i) for i, own in enumerate(body.levels)])
-    except RequestError as error:
-        field = f"{where}.{error.field}"
-        raise RequestError(f"{field}: {error}", field=field, code=error.code) from None
-
-
-def _choice(body: ChoiceOption, index: int) -> Option:
-    try:
-        return Option(body.value, body.description or "", body.threshold)
-    except RequestError as error:
-        raise RequestError(str(error), field=f"choices[{index}].{error.field}") from None
-
-
-def _level(body: Level, index: int) -> Option:
-    try:
-        return Option(body.label, body.description or "")
-    except RequestError as error:
-        name = "label" if error.field == "value" else error.field
-        text = str(error).replace(error.field, name, 1)
-        raise RequestError(text, field=f"levels[{index}].{name}") from None
+        return [question_of(body, f"questions[{i}]") for i, body in enumerate(self.questions)]
 
 
 class PredicateAnswer(Reply, tag_field="type", tag="predicate"):

@@ -17,11 +17,11 @@ from lockstep.decisions import Choice, Decision, Option, Predicate, Question, Sc
 from lockstep.decisions.questions import MAX_OPTIONS, MAX_QUESTIONS
 from lockstep.requests import check_text
 from lockstep.server.decisions.account import answer
-from lockstep.server.decisions.parts import content_text
 from lockstep.server.generation import Service, service_of
 from lockstep.server.openapi import returns
 from lockstep.server.paths import PathRoute
 from lockstep.server.protocol import Body
+from lockstep.server.protocol.parts import content_text
 from lockstep.server.replies import Reply, encode
 from lockstep.server.sse import until_disconnect
 from lockstep.types import RequestError

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, SkipValidation
 
+from lockstep.server.protocol.gate import GateBody
 from lockstep.server.protocol.generation import GenerationBody
 from lockstep.server.protocol.tools import (
     MAX_TOOLS,
@@ -109,6 +110,7 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    gate: GateBody | None = None
 
     tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None

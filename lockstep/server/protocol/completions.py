@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import SkipValidation
 
+from lockstep.server.protocol.gate import GateBody
 from lockstep.server.protocol.generation import GenerationBody
 from lockstep.types import RequestError
 
@@ -20,6 +21,7 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
+    gate: GateBody | None = None
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",)}
 

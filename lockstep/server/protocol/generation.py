@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, model_validator
+from pydantic import Field, SkipValidation
 
 from lockstep.server.constraints import grammar_of
+from lockstep.server.protocol.body import Body
 from lockstep.text.grammar import MAX_CHOICES
 from lockstep.types import (
     MAX_BAD_WORDS,
@@ -16,24 +17,6 @@ from lockstep.types import (
     RequestError,
     SamplingParams,
 )
-
-
-class Body(BaseModel):
-    """Base of every request body."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_unknown(cls, data: Any) -> Any:
-        """Keep one unknown field at most: it is refused, and the others need no error each."""
-        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
-            return data
-        if cls.model_config.get("extra") != "forbid":
-            return data
-        names = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next(name for name in data if name not in names)
-        return {unknown: data[unknown], **{name: data[name] for name in names if name in data}}
 
 
 class StreamOptions(Body):

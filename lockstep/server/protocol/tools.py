@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from lockstep.server.protocol.generation import Body
+from lockstep.server.protocol.body import Body
 from lockstep.text.tools import Function, ToolChoice
 from lockstep.types import RequestError
 

@@ -125,6 +125,7 @@ class ResponseBody(GenerationBody):
     include: Annotated[list[Includable], Field(max_length=16, fail_fast=True)] | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    gate: Any = None
     max_tool_calls: int | None = None  # counts built-in tools, of which there are none
 
     truncation: str | None = None
@@ -265,6 +266,12 @@ class ResponseBody(GenerationBody):
         )
 
     def _own_sampling(self) -> dict[str, Any]:
+        if self.gate is not None:
+            raise RequestError(
+                "gate is taken by /v1/chat/completions and /v1/completions, not by responses",
+                field="gate",
+                code="unsupported_parameter",
+            )
         values: dict[str, Any] = {"max_tokens": self.max_output_tokens}
         if self.wants_logprobs:
             values["logprobs"] = self.top_logprobs or 0

@@ -14,7 +14,15 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from lockstep.outputs import Delta
-from lockstep.server.answers import CallArguments, CallStarted, Content, Finished, Piece, Tokens
+from lockstep.server.answers import (
+    CallArguments,
+    CallStarted,
+    Content,
+    Decided,
+    Finished,
+    Piece,
+    Tokens,
+)
 from lockstep.server.answers import Reasoning as Thought
 from lockstep.server.replies import ChatLogprob
 from lockstep.server.responses import events
@@ -210,6 +218,8 @@ class ResponseBuilder:
                 self._held.clear()
                 assert isinstance(self._writer, _CallWriter), "arguments of a call that is over"
                 return [self._writer.delta(text)]
+            case Decided():
+                raise AssertionError("responses have no gate")
             case Finished(reason=FinishReason.CANCELLED):
                 return self.fail("the request was cancelled")
             case Finished(reason=reason):

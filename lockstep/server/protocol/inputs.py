@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from lockstep.server.decisions.parts import json_text
-from lockstep.server.protocol import Body
+from lockstep.server.protocol.body import Body
+from lockstep.server.protocol.parts import json_text
 from lockstep.types import RequestError
 
 MAX_ITEMS = 8192
