@@ -28,6 +28,7 @@ MAX_RANK = 256
 MAX_OUTPUTS = 1024
 MAX_NUMBER = 1e30  # of a scale or a temperature
 MAX_DESCRIPTION = 1 << 20  # bytes of branch.json
+TRUNK_SOURCES = ("labels", "prefix")  # where decisions come from that are no branch's
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 Adapt = Literal["suffix", "context"]
@@ -42,11 +43,13 @@ def check_branch_name(name: object) -> None:
     """Refuse what no branch can be called: clients write the name where a model's stands.
 
     Raises:
-        BranchError: not 1 to 64 of letters, digits and ._@-, the first a letter or digit.
+        BranchError: not 1 to 64 of letters, digits and ._@-, the first a letter or digit; or
+            what decisions without a branch say of themselves.
     """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in TRUNK_SOURCES:
         raise BranchError(
-            f"a branch's name must be 1 to 64 of letters, digits and ._@-, got {name!r}"
+            "a branch's name must be 1 to 64 of letters, digits and ._@-, the first a letter or "
+            f"digit, and neither 'labels' nor 'prefix', got {str(name)[:100]!r}"
         )
 
 

@@ -187,6 +187,8 @@ class BranchOptions:
             raise ConfigError(f"branch_depth must be full or exit, got {self.depth!r}")
         _boolean("keep_activations", self.keep_activations)
         _boolean("keep_tails", self.keep_tails)
+        if self.keep_activations and self.depth == "exit":
+            raise ConfigError("keep_activations needs branch_depth full")
         names = [name for name, _ in self.load]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -250,6 +252,8 @@ class ServerConfig:
         data_dir: where files and batches live; "" means a temporary folder that goes with
             the server. Two servers cannot share one.
         max_file_bytes: larger uploaded files get 413.
+        branch_root: folder inside which `/admin/branches` may load from; "" means the working
+            directory, and the folders that hold those loaded at the start.
         batch_concurrency: lines of batches in the engine at once; 0 means as many as it
             runs sequences.
         stored_responses, stored_response_bytes, stored_response_seconds: how many of
@@ -289,6 +293,7 @@ class ServerConfig:
     drain_seconds: int = 30
     data_dir: str = ""
     max_file_bytes: int = 512 * 1024 * 1024
+    branch_root: str = ""
     batch_concurrency: int = 0
     stored_responses: int = 10_000
     stored_response_bytes: int = 256 * 1024 * 1024
@@ -299,6 +304,7 @@ class ServerConfig:
         _at_least("max_body_bytes", self.max_body_bytes, 1024)
         _at_least("max_file_bytes", self.max_file_bytes, 1024)
         _string("data_dir", self.data_dir)
+        _string("branch_root", self.branch_root)
         _at_least("keep_alive_seconds", self.keep_alive_seconds, 1)
         for name in (
             "batch_concurrency",

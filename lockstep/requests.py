@@ -248,6 +248,16 @@ class RequestBuilder:
             )
 
 
+def longest_read(request: Request) -> int:
+    """Most tokens of a request that are read before any is written: its prompt, and behind it
+    a gate's question or the header that it opens with."""
+    gate = request.gate
+    if gate is None:
+        return len(request.prompt)
+    asked = max(len(probe.suffix) + len(probe.path) for probe in gate.probes)
+    return len(request.prompt) + max(asked, *(len(header or ()) for header in gate.headers))
+
+
 def check_conversation(messages: Conversation) -> None:
     """Refuse what no chat template can read.
 

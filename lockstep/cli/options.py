@@ -60,6 +60,55 @@ Stop = Annotated[
 ]
 
 
+_BRANCHES = "Branches"
+BranchFolders = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--branch",
+        metavar="NAME=FOLDER",
+        help="A trained branch, e.g. judge=judge/, that decides beside the model; may be repeated.",
+        rich_help_panel=_BRANCHES,
+    ),
+]
+BranchDepth = Annotated[
+    str,
+    typer.Option(
+        help="How far a context is computed for a decision alone: full, so that a later answer "
+        "finds it, or exit, which is less work.",
+        rich_help_panel=_BRANCHES,
+    ),
+]
+KeepActivations = Annotated[
+    bool,
+    typer.Option(
+        "--keep-activations",
+        help="Keep what enters a fork: a later decision of a context branch skips the trunk.",
+        rich_help_panel=_BRANCHES,
+    ),
+]
+KeepTails = Annotated[
+    bool,
+    typer.Option(
+        "--keep-tails",
+        help="Keep a context branch's own keys and values after its decision.",
+        rich_help_panel=_BRANCHES,
+    ),
+]
+
+
+def branch_folders(given: list[str] | None) -> dict[str, str]:
+    """`--branch` options as a map from names to folders."""
+    found: dict[str, str] = {}
+    for text in given or ():
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise typer.BadParameter(f"--branch must be NAME=FOLDER, got {text!r}")
+        if name in found:
+            raise typer.BadParameter(f"--branch: {name!r} is named twice")
+        found[name] = folder
+    return found
+
+
 def require_server() -> None:
     """End the command with a hint where the server's own dependencies are missing."""
     try:

@@ -256,6 +256,18 @@ def serve(
             rich_help_panel="Engine",
         ),
     ] = 600,
+    branch: options.BranchFolders = None,
+    branch_root: Annotated[
+        str,
+        typer.Option(
+            help="Folder inside which /admin/branches may load; by default the current one and "
+            "those that hold the folders of --branch.",
+            rich_help_panel="Branches",
+        ),
+    ] = "",
+    branch_depth: options.BranchDepth = "full",
+    keep_activations: options.KeepActivations = False,
+    keep_tails: options.KeepTails = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     backend: options.BackendName = "auto",
@@ -280,7 +292,12 @@ def serve(
     settings["max_sequences"] = max_sequences
     if no_overlap:
         settings["overlap"] = False
-    style: Any = log_format  # checked there
+    settings["branches"] = options.branch_folders(branch)
+    depth: Any = branch_depth  # checked there, as the next
+    settings["branch_depth"] = depth
+    settings["keep_activations"] = keep_activations
+    settings["keep_tails"] = keep_tails
+    style: Any = log_format
     server = ServerConfig(
         host=host,
         port=port,
@@ -312,6 +329,7 @@ def serve(
         drain_seconds=drain_seconds,
         data_dir=data_dir,
         max_file_bytes=max_file_mb * 1024 * 1024,
+        branch_root=branch_root,
         batch_concurrency=batch_concurrency,
         stored_responses=stored_responses,
         stored_response_bytes=stored_response_mb * 1024 * 1024,

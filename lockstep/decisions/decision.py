@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lockstep.branch import TRUNK_SOURCES
 from lockstep.decisions.questions import Option, Question
 from lockstep.options import choose, normalise, total_mass
 
@@ -52,6 +53,11 @@ class Decision:
     mass: float
     source: str
     number: float | None = None
+
+    @property
+    def by_trunk(self) -> bool:
+        """Whether the trunk's own head decided, and not a branch."""
+        return self.source in TRUNK_SOURCES
 
     @property
     def option(self) -> Option:

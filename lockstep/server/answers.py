@@ -225,6 +225,7 @@ class PieceStream:
         form: how their answers are written.
         count: as `PieceBuilder`.
         gates: of gated requests, one for each stream.
+        decided: told of each request's decision and whether its gate opened.
     """
 
     def __init__(
@@ -233,8 +234,10 @@ class PieceStream:
         form: AnswerFormat = PLAIN,
         count: CallCount | None = None,
         gates: Sequence[Gated] = (),
+        decided: Callable[[Decision, bool], None] | None = None,
     ) -> None:
         self.streams = streams
+        self._decided = decided
         self.n = streams[0].answer.request.sampling.n
         self._builders = [
             PieceBuilder(index, form, count, gates[index // self.n] if gates else None)
@@ -250,6 +253,8 @@ class PieceStream:
         async with aclosing(merge(self.streams)) as deltas:
             async for index, delta in deltas:
                 pieces = self._builders[index * self.n + delta.choice].push(delta)
+                if pieces and isinstance(pieces[0], Decided) and not delta.choice and self._decided:
+                    self._decided(pieces[0].decision, delta.finish_reason is not FinishReason.GATE)
                 if pieces:
                     yield pieces
 

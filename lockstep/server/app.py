@@ -14,10 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import lockstep
 from lockstep.async_llm import AsyncLLM
-from lockstep.config import ServerConfig
+from lockstep.config import ConfigError, ServerConfig
 from lockstep.server import (
     admin,
+    admin_branches,
     chat,
+    classify,
     completions,
     decisions,
     embeddings,
@@ -50,7 +52,11 @@ EXPOSED_HEADERS = [
 
 
 def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
-    """An application over a started `AsyncLLM`; whoever started it closes it."""
+    """An application over a started `AsyncLLM`; whoever started it closes it.
+
+    Raises:
+        ConfigError: a branch with the model's own name; see also `Operations`.
+    """
     config = config or ServerConfig()
     app = FastAPI(
         title="Lockstep",
@@ -62,19 +68,24 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         responses=openapi.errors(),
     )
     app.state.service = service = Service(llm=llm, config=config, started=int(time.time()))
+    if service.model_name in dict(llm.client.config.branches.load):
+        raise ConfigError(f"branches: {service.model_name!r} is the name of the model itself")
     app.state.throughput = status.Throughput()
     app.state.operations = operations = Operations(llm, config)
     operations.metrics.tool_calls = service.tool_calls
+    operations.metrics.decided = service.decided
     app.openapi = openapi.describe(app, operations)  # type: ignore[method-assign]
     for router in (
         page.router,
         status.router,
         admin.router,
+        admin_branches.router,
         models.router,
         completions.router,
         chat.router,
         responses.router,
         decisions.router,
+        classify.router,
         embeddings.router,
         score.router,
         tokens.router,

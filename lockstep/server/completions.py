@@ -82,7 +82,7 @@ class CompletionCall:
         )
         with gate_words():
             streams = await service.llm.submit(requests, begins=[own.begins for own in gates])
-        pieces = PieceStream(streams, gates=gates)
+        pieces = PieceStream(streams, gates=gates, decided=service.decided.count_gate)
         return cls(body, envelope, prompts, pieces, service.llm.tokenizer)
 
     def cancel(self) -> None:

@@ -85,7 +85,8 @@ async def submit_turn(
         streams = await service.llm.submit(
             requests, shown=prepared.shown, begins=[own.begins for own in gates]
         )
-        return PieceStream(streams, prepared.form, _counter(service, prepared.form), gates)
+        count = _counter(service, prepared.form)
+        return PieceStream(streams, prepared.form, count, gates, service.decided.count_gate)
 
     try:
         return await attempt(loose=False)

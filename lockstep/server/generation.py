@@ -18,7 +18,7 @@ from lockstep.config import ServerConfig
 from lockstep.decisions import BranchSource, Gated
 from lockstep.decisions.sources import LabelSource, Source
 from lockstep.server.errors import UnknownModel
-from lockstep.server.metrics import ToolCalls
+from lockstep.server.metrics import DecisionCounts, ToolCalls
 from lockstep.server.replies import Reply, encode
 from lockstep.server.sse import EventStream, until_disconnect
 from lockstep.types import Request, RequestError, SamplingParams
@@ -35,6 +35,7 @@ class Service:
     config: ServerConfig
     started: int
     tool_calls: ToolCalls = field(default_factory=ToolCalls)
+    decided: DecisionCounts = field(default_factory=DecisionCounts)
 
     @property
     def model_name(self) -> str:

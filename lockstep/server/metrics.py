@@ -26,6 +26,7 @@ from prometheus_client.core import (
 )
 
 from lockstep.async_llm import AsyncLLM, Outcome
+from lockstep.decisions import Decision
 from lockstep.engine.client import EngineState
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -103,6 +104,33 @@ class ToolCalls:
         self.counts[parser, name, result] += 1
 
 
+class DecisionCounts:
+    """Decisions and gates.
+
+    Attributes:
+        decisions: by (source, branch): source is "labels", "prefix" or "branch", the branch's
+            name is "" without one. Those of gates count as well.
+        gates: by (source, branch, "open" | "closed"), one a request.
+    """
+
+    def __init__(self) -> None:
+        self.decisions: Counter[tuple[str, str]] = Counter()
+        self.gates: Counter[tuple[str, str, str]] = Counter()
+
+    def count(self, decision: Decision) -> None:
+        """Count a decision."""
+        self.decisions[_source_of(decision)] += 1
+
+    def count_gate(self, decision: Decision, opened: bool) -> None:
+        """Count a gate, and its decision."""
+        self.count(decision)
+        self.gates[*_source_of(decision), "open" if opened else "closed"] += 1
+
+
+def _source_of(decision: Decision) -> tuple[str, str]:
+    return (decision.source, "") if decision.by_trunk else ("branch", decision.source)
+
+
 class Metrics:
     """Counters and histograms of a server, and the text that `/metrics` answers.
 
@@ -111,6 +139,7 @@ class Metrics:
             in flight are `accepted` less all outcomes.
         http: replies by (method, route, status). refused: error replies by code.
         tool_calls: function calls that models began.
+        decided: decisions and gates.
         key_tokens: by (key's name, "prompt" or "generation").
         in_flight: HTTP requests being worked for.
         background: requests in the engine that no client waits for, such as lines of batches.
@@ -144,6 +173,7 @@ class Metrics:
         self.request_generation_tokens = Histogram(_TOKENS)
         self.http_seconds = Histogram(_SECONDS)
         self.tool_calls = ToolCalls()
+        self.decided = DecisionCounts()
         self._llm = llm
         self._model = model
         self._aliases = aliases
@@ -276,7 +306,20 @@ class Metrics:
             ("model_name", "parser", "tool", "result"),
             (((model, *labels), count) for labels, count in self.tool_calls.counts.items()),
         )
+        yield _table(
+            "decisions",
+            "Questions that were decided, by what decided them.",
+            ("model_name", "source", "branch"),
+            (((model, *labels), count) for labels, count in self.decided.decisions.items()),
+        )
+        yield _table(
+            "gates",
+            "Gates of requests, by what decided and whether they opened.",
+            ("model_name", "source", "branch", "outcome"),
+            (((model, *labels), count) for labels, count in self.decided.gates.items()),
+        )
         ready = client.state is EngineState.READY
+        yield _gauge("branches_loaded", "Branches that decide.", len(client.branches), model)
         yield _gauge("engine_up", "1 while the engine takes requests.", int(ready), model)
         yield _gauge(
             "engine_silent_seconds",
@@ -300,6 +343,12 @@ class Metrics:
         ):
             pages.add_metric((model, state), count)
         yield pages
+        yield _gauge(
+            "cache_pages_tail",
+            "Of the used and cached ones, keys and values that branches have of their own.",
+            stats.pages_tail,
+            model,
+        )
         yield _gauge("draining", "1 while new requests are turned away.", int(self.draining), model)
         yield _gauge(
             "http_requests_in_flight", "HTTP requests being worked for.", self.in_flight, model

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 import msgspec
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
+from msgspec import UNSET
 from starlette.responses import Response
 
 from lockstep.server import replies
@@ -32,9 +33,13 @@ class ModelListing(replies.ModelList):
 
 @router.get("/v1/models", responses=returns(ModelListing))
 async def list_models(request: HTTPRequest) -> Response:
-    """The models that requests may name."""
+    """The models that requests may name: the one that writes, and the branches that decide."""
     service = service_of(request)
-    reply = ModelListing(data=[_card(service)], models=[_described(service)])
+    names = (service.model_name, *sorted(service.branches))
+    reply = ModelListing(
+        data=[_card(service, name) for name in names],
+        models=[_described(service, name) for name in names],
+    )
     return Response(replies.encode(reply), media_type="application/json")
 
 
@@ -42,23 +47,31 @@ async def list_models(request: HTTPRequest) -> Response:
 async def get_model(name: str, request: HTTPRequest) -> Response:
     """One of them."""
     service = service_of(request)
-    service.check_model(name)
-    return Response(replies.encode(_card(service)), media_type="application/json")
+    service.decider(name)
+    return Response(replies.encode(_card(service, name)), media_type="application/json")
 
 
-def _described(service: Service) -> ModelDescription:
-    info = service.llm.info
+def _described(service: Service, name: str) -> ModelDescription:
+    info, branch = service.llm.info, service.branches.get(name)
+    text = (
+        f"{info.architecture}, {info.dtype} on {info.device}, "
+        f"a context of {info.max_context} tokens"
+    )
+    if branch is not None and name != service.model_name:
+        what = {"options": ", ".join(branch.options[:8]), "codes": "any question"}
+        text = f"A branch of {service.model_name}: {what.get(branch.head, 'a number')}"
+        text += f". {branch.instructions}" if branch.instructions else ""
     return ModelDescription(
-        name=service.model_name,
-        description=f"{info.architecture}, {info.dtype} on {info.device}, "
-        f"a context of {info.max_context} tokens",
+        name=name,
+        description=text,
         release_date=datetime.fromtimestamp(service.started, UTC).date().isoformat(),
     )
 
 
-def _card(service: Service) -> replies.ModelCard:
+def _card(service: Service, name: str) -> replies.ModelCard:
     return replies.ModelCard(
-        id=service.model_name,
+        id=name,
         created=service.started,
         max_model_len=service.llm.info.max_context,
+        parent=UNSET if name == service.model_name else service.model_name,
     )

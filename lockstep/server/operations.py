@@ -17,6 +17,7 @@ from pathlib import Path
 from lockstep.async_llm import AsyncLLM, Outcome
 from lockstep.config import ServerConfig
 from lockstep.outputs import Delta
+from lockstep.requests import longest_read
 from lockstep.server import calls
 from lockstep.server.auth import Keyring
 from lockstep.server.calls import Call
@@ -153,9 +154,10 @@ class Operations:
 
     def _within_limits(self, request: Request, prompt: str, output: str) -> Request:
         config, wanted = self.config, request.sampling.max_tokens
-        if config.max_prompt_tokens and len(request.prompt) > config.max_prompt_tokens:
+        length = longest_read(request)
+        if config.max_prompt_tokens and length > config.max_prompt_tokens:
             raise RequestError(
-                f"the prompt has {len(request.prompt)} tokens, but this server takes "
+                f"the prompt has {length} tokens, but this server takes "
                 f"{config.max_prompt_tokens} at most",
                 field=prompt,
                 code="prompt_too_long",
@@ -230,7 +232,7 @@ class Watch:
         )
 
     def _accept(self) -> None:
-        tokens = len(self.request.prompt)
+        tokens = longest_read(self.request)
         metrics, call = self._metrics, self.call
         metrics.accepted += 1
         metrics.prompt_tokens += tokens

@@ -23,6 +23,7 @@ class ModelCard(Reply):
     object: str = "model"
     owned_by: str = "lockstep"
     max_model_len: int | UnsetType = UNSET
+    parent: str | UnsetType = UNSET  # of a branch: the model that it leaves
 
 
 class ModelList(Reply):

@@ -19,7 +19,7 @@ class Account:
         input_tokens: of the input, once, and of every question.
         read_tokens: of these, computed in this call. An input that is read once for all
             questions makes this at most `input_tokens`.
-        output_tokens: positions at which the model was asked for its next token.
+        output_tokens: positions at which the model, or a branch, was asked.
     """
 
     input_tokens: int
@@ -49,7 +49,10 @@ async def answer(
     """
     inquiry = await off_loop(make, characters)
     completions = await complete(service.llm, inquiry.requests())
-    return inquiry.decisions(completions, temperature), _account(inquiry, completions)
+    decisions = inquiry.decisions(completions, temperature)
+    for decision in decisions:
+        service.decided.count(decision)
+    return decisions, _account(inquiry, completions)
 
 
 def _account(inquiry: Inquiry, completions: Sequence[Completion]) -> Account:
@@ -57,5 +60,4 @@ def _account(inquiry: Inquiry, completions: Sequence[Completion]) -> Account:
     for asked in inquiry.asked:  # the other probes of a question read what its first one did
         read += len(asked.prompt) - min(len(asked.prompt), completions[begin].cached_tokens)
         begin += asked.count
-    output = sum(len(completion.token_ids) for completion in completions)
-    return Account(inquiry.input_tokens, read, output)
+    return Account(inquiry.input_tokens, read, len(completions))

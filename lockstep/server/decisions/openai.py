@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from lockstep.decisions import Decision, Question, inquire
 from lockstep.decisions.questions import MAX_QUESTIONS
+from lockstep.decisions.sources import Source
 from lockstep.server.decisions.account import Account, answer
 from lockstep.server.generation import Service, service_of
 from lockstep.server.openapi import returns
@@ -141,22 +142,22 @@ class DecisionsReply(Reply):
 async def create_decision(body: DecisionsBody, request: HTTPRequest) -> Response:
     """Answer typed questions about an input, with a probability for every option."""
     service = service_of(request)
-    service.check_model(body.model)
-    reply = await until_disconnect(request, _decide(service, body))
+    source = service.decider(body.model)
+    reply = await until_disconnect(request, _decide(service, body, source))
     return Response(encode(reply), media_type="application/json")
 
 
-async def _decide(service: Service, body: DecisionsBody) -> DecisionsReply:
+async def _decide(service: Service, body: DecisionsBody, source: Source) -> DecisionsReply:
     questions, given = body.typed(), conversation(body.input)
     builder = service.llm.builder
     characters = len(given) if isinstance(given, str) else sum(len(m["content"]) for m in given)
     decisions, account = await answer(
         service,
-        lambda: inquire(builder, given, questions, priority=body.priority),
+        lambda: inquire(builder, given, questions, source=source, priority=body.priority),
         characters + sum(len(option.text) for q in questions for option in q.options),
     )
     return DecisionsReply(
-        model=service.model_name,
+        model=body.model,
         answers=[
             answer_of(decision, own.name, body.refuse_below)
             for decision, own in zip(decisions, body.questions, strict=True)

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from lockstep.decisions import Choice, Decision, Option, Predicate, Question, Score, inquire
 from lockstep.decisions.questions import MAX_OPTIONS, MAX_QUESTIONS
+from lockstep.decisions.sources import Source
 from lockstep.requests import check_text
 from lockstep.server.decisions.account import answer
 from lockstep.server.generation import Service, service_of
@@ -171,26 +172,30 @@ class SystemOneReply(Reply):
 async def create_systemone(body: SystemOneBody, request: HTTPRequest) -> Response:
     """Answer named questions about a state."""
     service = service_of(request)
-    if body.model not in (None, CLIENTS_DEFAULT):
-        service.check_model(body.model or "")
-    reply = await until_disconnect(request, _decide(service, body))
+    name = service.model_name if body.model in (None, CLIENTS_DEFAULT) else body.model
+    source = service.decider(name or "")
+    reply = await until_disconnect(request, _decide(service, body, source, name or ""))
     return Response(encode(reply), media_type="application/json")
 
 
-async def _decide(service: Service, body: SystemOneBody) -> SystemOneReply:
+async def _decide(
+    service: Service, body: SystemOneBody, source: Source, name: str
+) -> SystemOneReply:
     questions, state = body.typed(), content_text(body.state, "state")
     builder = service.llm.builder
     decisions, account = await answer(
         service,
-        lambda: inquire(builder, state, questions, priority=body.priority, field="state"),
+        lambda: inquire(
+            builder, state, questions, source=source, priority=body.priority, field="state"
+        ),
         len(state) + sum(len(option.text) for q in questions for option in q.options),
         body.temperature,
     )
     return SystemOneReply(
-        model=service.model_name,
+        model=name,
         answers={
-            name: answer_of(decision, own)
-            for decision, (name, own) in zip(decisions, body.questions.items(), strict=True)
+            asked: answer_of(decision, own)
+            for decision, (asked, own) in zip(decisions, body.questions.items(), strict=True)
         },
         usage=SystemOneUsage(
             input_tokens=account.input_tokens, output_tokens=account.output_tokens
@@ -214,10 +219,13 @@ def answer_of(
                 mass=decision.mass,
             )
         case ScoreBody():
+            levels: list[Any] = list(asked.criteria)
+            if decision.number is not None:  # a value head has a scale of its own
+                levels = [option.text for option in decision.question.options]
             return ScoreAnswer(
                 score=decision.expected,
                 confidence=decision.confidence,
-                legend={str(index): level for index, level in enumerate(asked.criteria)},
+                legend={str(index): level for index, level in enumerate(levels)},
                 probabilities={str(index): p for index, p in enumerate(probabilities)},
                 mass=decision.mass,
             )
