@@ -79,7 +79,8 @@ def reference_scores(
             b = tensors[f"layers.{layer}.{target}.lora_B"]
 
             def added(_m: Any, inputs: Any, out: Tensor, a: Tensor = a, b: Tensor = b) -> Tensor:
-                return out + rows * branch.scale * (inputs[0] @ a.T @ b.T)
+                delta: Tensor = rows * branch.scale * (inputs[0] @ a.T @ b.T)
+                return out + delta
 
             hooks.append(linear.register_forward_hook(added))
 
@@ -97,4 +98,5 @@ def reference_scores(
     normed = row * torch.rsqrt(row.pow(2).mean() + oracle.config.rms_norm_eps)
     offset = 1.0 if "gemma3" in oracle.config.model_type else 0.0
     normed = normed * (offset + tensors["norm.weight"])
-    return tensors["head.weight"] @ normed + tensors["head.bias"]
+    scores: Tensor = tensors["head.weight"] @ normed + tensors["head.bias"]
+    return scores

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.branch import Branch
+from lockstep.branch import Branch, BranchError
 from lockstep.kernels.contract import Backend
 from lockstep.kernels.cpu import make_backend
 from lockstep.model import load_model
@@ -19,6 +19,7 @@ from lockstep.runner.plan import BranchHost, Plan, RunResult, SampleSpec, TokenR
 from lockstep.runner.probe import Probe
 from lockstep.runner.runner import Identity, Runner
 from lockstep.types import SamplingParams
+from lockstep.weights.branch import write_package
 from tests.control import RowSplitBackend
 from tests.model.branches import BASE, describe, package, random_tensors, reference_scores
 from tests.model.tiny import build_oracle, save
@@ -122,8 +123,8 @@ def test_scores_equal_a_slow_reference(family: World, label: str) -> None:
     found = decide(family, label, chunk=25)
     assert found.scores == pytest.approx(expected.tolist(), abs=2e-4)
     # Another adaptation of the same tensors is another answer: the comparison can fail.
-    adapt = "context" if family.branches[label].adapt == "suffix" else "suffix"
-    other = replace(family.branches[label], adapt=adapt)
+    right = family.branches[label]
+    other = replace(right, adapt="context" if right.adapt == "suffix" else "suffix")
     wrong = reference_scores(family.oracle, other, family.tensors[label], CONTEXT, SUFFIX)
     assert float((wrong - expected).abs().max()) > 1e-2
 
@@ -249,7 +250,7 @@ def test_a_suffix_decision_reads_what_generation_wrote_and_leaves_it(
     probe.score(context, chunk=9, pages=shared)
     decision = Decision(probe, small.branches[label], context, SUFFIX)
     run = decision.steps[-1][0]
-    own = tuple(table[3:] for table in run.pages)
+    own = (list(table[3:]) for table in run.pages)
     warm = replace(run, pages=tuple(a + b if b else b for a, b in zip(shared, own, strict=True)))
     assert probe.runner.execute(Plan(0, (warm,))).runs[0] == cold
     more = probe.pages(len(OTHERS[4]))
@@ -343,6 +344,34 @@ def test_branches_come_and_go(tmp_path: Path) -> None:
     assert not runner._branches._sets
     with pytest.raises(KeyError):
         runner.unload_branch(again.key)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"base": "other", "base_name": "big"}, "trained on big with weights other; this model's"),
+        ({"exit": 4}, "exit is 4, the model has 3 layers"),
+        ({"adapt": "context", "fork": 0}, r"tail of layers \[0, 3\).*--branch when the server"),
+    ],
+)
+def test_a_branch_that_does_not_fit_is_refused(
+    tmp_path: Path, change: dict[str, Any], complaint: str
+) -> None:
+    place = world("llama", tmp_path)
+    runner = place.probe.runner
+    branch = describe(**change)
+    fits = replace(branch, exit=3)
+    write_package(branch, random_tensors(runner.model, fits), tmp_path / "odd")
+    with pytest.raises(BranchError, match=complaint) as caught:
+        runner.load_branch(str(tmp_path / "odd"))
+    assert str(tmp_path / "odd") in str(caught.value)
+    with pytest.raises(BranchError, match=r"branch\.json.*No such file"):
+        runner.load_branch(str(tmp_path / "nowhere"))
+    assert len(runner._branches) == 4
+    without = Runner(runner.model, runner.backend, identity=runner.identity, num_slabs=20)
+    without.load_branch(str(tmp_path / "suffix"))  # at run time, with nothing laid out
+    with pytest.raises(BranchError, match="adapt is context"):
+        without.load_branch(str(tmp_path / "context"))
 
 
 def test_rows_that_are_not_finite_are_told_apart(small: World) -> None:

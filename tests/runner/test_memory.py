@@ -13,10 +13,12 @@ from lockstep.config import CacheConfig, ConfigError
 from lockstep.kernels import tree
 from lockstep.kernels.cpu import make_backend
 from lockstep.model import load_model
+from lockstep.runner.groups import activations_of, branch_groups, own_groups, tails_of
 from lockstep.runner.memory import page_elements, plan_pool
 from lockstep.runner.plan import PageCopy, Plan
 from lockstep.runner.runner import Runner, check_page
 from lockstep.types import LayerGroup
+from tests.model.branches import describe
 from tests.model.tiny import build_oracle, probe_of, save
 
 FULL = LayerGroup("full", "full", (0, 5), 2, 16)
@@ -47,6 +49,96 @@ def test_pages_fill_their_slab_and_no_other(
         assert stride % 64 == 0
     if len(groups) == 1:
         assert pool.slab <= page_elements(groups[0], page_tokens) + 64
+
+
+EXTRA = st.lists(
+    st.one_of(
+        st.builds(
+            lambda layers, heads, size: LayerGroup(
+                "tail:0-1", "branch", tuple(range(layers)), heads, size * 16
+            ),
+            st.integers(1, 60),
+            st.integers(1, 16),
+            st.integers(1, 16),
+        ),
+        st.builds(
+            lambda size: LayerGroup("fork:1", "activations", (1,), 1, size * 8),
+            st.integers(1, 600),
+        ),
+    ),
+    max_size=3,
+)
+
+
+@given(GROUPS, EXTRA, st.sampled_from([1, 16, 32]), st.integers(0, 10**6))
+def test_groups_of_branches_cost_the_model_nothing(
+    groups: list[LayerGroup], extra: list[LayerGroup], page_tokens: int, spare: int
+) -> None:
+    """The model's pages lie as they lie without them, and as many, but for one slab's rest
+    where an extra page is larger than the model's slab."""
+    slab = plan_pool(groups, page_tokens, 2**60).slab
+    largest = max([slab, *[page_elements(group, page_tokens) for group in extra]])
+    elements = 2 * largest * (len(groups) + len(extra)) + spare
+    plain = plan_pool(groups, page_tokens, elements)
+    pool = plan_pool([*groups, *extra], page_tokens, elements)
+    own = len(groups)
+    assert pool.strides[:own] == plain.strides
+    wider = pool.slab // plain.slab
+    assert pool.slab == wider * plain.slab
+    assert pool.num_slabs == plain.num_slabs // wider
+    assert wider == -(-largest // slab)
+    assert pool.tokens() <= plain.tokens()
+    if wider == 1:
+        assert pool.tokens() == plain.tokens()
+        assert pool.longest_sequence(groups, 10**5, 16) == plain.longest_sequence(groups, 10**5, 16)
+    for group, stride, count in zip(
+        extra, pool.strides[own:], pool.pages_per_slab[own:], strict=True
+    ):
+        assert page_elements(group, page_tokens) <= stride
+        assert stride * count == pool.slab
+        assert stride % 64 == 0
+
+
+def test_tails_and_activations_of_real_shapes_fit_their_slabs() -> None:
+    """SmolLM2, and Qwen3 8B with the forks that are measured: what a page wastes."""
+    small = LayerGroup("full", "full", tuple(range(30)), 3, 64)
+    large = LayerGroup("full", "full", tuple(range(36)), 8, 128)
+    for own, hidden, page_tokens, fork, exit_ in (
+        (small, 576, 16, 26, 30),
+        (large, 4096, 64, 32, 36),
+        (large, 4096, 64, 20, 24),
+    ):
+        branch = describe(adapt="context", fork=fork, exit=exit_)
+        extra = branch_groups([own], [branch], hidden, keep_activations=True)
+        assert [group.name for group in extra] == [f"tail:{fork}-{exit_}", f"fork:{fork}"]
+        pool = plan_pool([own, *extra], page_tokens, 10**9)
+        assert pool.tokens() == plan_pool([own], page_tokens, 10**9).tokens()
+        for group, stride in zip(extra, pool.strides[1:], strict=True):
+            assert stride <= 1.25 * page_elements(group, page_tokens)
+
+
+def test_a_tail_has_a_group_for_each_kind_of_attention() -> None:
+    branches = [
+        describe(adapt="context", fork=1, exit=4),
+        describe(adapt="context", fork=1, exit=4, rank=8),
+        describe(adapt="context", fork=0, exit=2),
+        describe(adapt="suffix", fork=2, exit=5),
+    ]
+    extra = branch_groups([FULL, SLIDING], branches, 96, keep_activations=True)
+    assert [(g.name, g.kind, g.layers, g.window) for g in extra] == [
+        ("tail:0-2", "branch", (0,), None),
+        ("tail:0-2:sliding", "branch", (1,), 32),
+        ("tail:1-4:sliding", "branch", (1, 2, 3), 32),
+        ("fork:1", "activations", (1,), None),
+    ]
+    groups = (FULL, SLIDING, *extra)
+    assert own_groups(groups) == (FULL, SLIDING)
+    assert tails_of(groups, 0, 2) == (2, 3)
+    assert tails_of(groups, 1, 4) == (4,)
+    assert tails_of(groups, 2, 5) == ()
+    assert activations_of(groups, 1) == 5
+    assert activations_of(groups, 0) is None
+    assert branch_groups([FULL, SLIDING], reversed(branches), 96, keep_activations=True) == extra
 
 
 def test_a_pool_that_holds_no_page_is_refused() -> None:
