@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ TONES: Mapping[str, Tone] = {
     "unreadable": "open",
 }
 SHOWN = 120  # characters of a text in a table
+_METADATA = re.compile(r"\s*<metadata>.*?</metadata>", re.DOTALL)  # says who drew it
 INK, BLUE, RED, GREY = "#1c2430", "#2463a8", "#b02a25", "#8b95a1"
 
 
@@ -179,4 +181,4 @@ def _svg(draw: Any, height: float) -> str:
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    return _METADATA.sub("", text[text.index("<svg") :])
