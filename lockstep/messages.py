@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from lockstep.branch import Branch
 from lockstep.config import EngineConfig
 from lockstep.types import EngineInfo, EngineStats, Request, SequenceOutput
 
@@ -53,11 +54,30 @@ class FlushCache(Message, frozen=True, kw_only=True):
     """Forget every cached prefix that no live sequence reads."""
 
 
+class LoadBranch(Message, frozen=True, kw_only=True):
+    """Load a branch, in the place of the one of that name; answered by a `BranchReply`.
+
+    Attributes:
+        ticket: names the answer. folder: absolute path.
+    """
+
+    ticket: int
+    name: str
+    folder: str
+
+
+class UnloadBranch(Message, frozen=True, kw_only=True):
+    """Refuse requests that name the branch; answered by a `BranchReply`."""
+
+    ticket: int
+    name: str
+
+
 class Shutdown(Message, frozen=True, kw_only=True):
     """Stop after the current step and exit."""
 
 
-ToEngine = Submit | Cancel | FlushCache | Shutdown
+ToEngine = Submit | Cancel | FlushCache | LoadBranch | UnloadBranch | Shutdown
 
 
 # --- engine to door -------------------------------------------------------------------
@@ -71,9 +91,10 @@ class Progress(Message, frozen=True, kw_only=True):
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """The engine takes requests now."""
+    """The engine takes requests now. Attributes: branches: by name."""
 
     info: EngineInfo
+    branches: dict[str, Branch] = {}
 
 
 class StartFailed(Message, frozen=True, kw_only=True):
@@ -106,6 +127,19 @@ class StepReport(Message, frozen=True, kw_only=True):
     stats: EngineStats
 
 
+class BranchReply(Message, frozen=True, kw_only=True):
+    """What became of a `LoadBranch` or an `UnloadBranch`.
+
+    Attributes:
+        branch: what was loaded; None where nothing was.
+        error: why it cannot be done, "" where it was.
+    """
+
+    ticket: int
+    branch: Branch | None = None
+    error: str = ""
+
+
 class Heartbeat(Message, frozen=True, kw_only=True):
     """Sent by an idle engine."""
 
@@ -118,7 +152,7 @@ class Fatal(Message, frozen=True, kw_only=True):
     message: str
 
 
-FromEngine = Progress | Ready | StartFailed | StepReport | Heartbeat | Fatal
+FromEngine = Progress | Ready | StartFailed | StepReport | BranchReply | Heartbeat | Fatal
 
 encode = msgspec.msgpack.Encoder().encode
 decode_start = msgspec.msgpack.Decoder(Start).decode

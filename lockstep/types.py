@@ -493,7 +493,8 @@ class EngineStats:
     """Gauges and counters of an engine; counters only grow.
 
     Sequences are counted, one a choice: submitted = running + waiting + finished +
-    cancelled + failed at any time.
+    cancelled + failed at any time. One of a gated request's runs before it decides, the
+    others wait.
     """
 
     running: int = 0
@@ -501,10 +502,12 @@ class EngineStats:
     pages_total: int = 0
     pages_used: int = 0  # referenced by live sequences
     pages_cached: int = 0  # only in the prefix tree, evictable
+    pages_tail: int = 0  # of these two, keys and values that branches have of their own
     steps: int = 0
     prompt_tokens: int = 0  # prompt tokens admitted
     cached_tokens: int = 0  # of these, taken from the prefix tree
     computed_tokens: int = 0  # rows that went through the model
+    computed_layers: int = 0  # layers that rows went through, added up over all rows
     generated_tokens: int = 0
     preemptions: int = 0
     finished: int = 0

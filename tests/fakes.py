@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from lockstep.runner.bans import forbidden, without
+from lockstep.runner.groups import own_groups
 from lockstep.runner.plan import Launched, Plan, RunResult, SampleSpec, StepResult, TokenRun
 from lockstep.text.grammar_matcher import has
 from lockstep.types import LayerGroup, TokenLogprob
@@ -102,7 +103,9 @@ class FakeExecutor:
         self._drawn: list[int | None] = []  # by the step that was begun last
         self._failed = False  # that step
         self._content: list[dict[int, list[int]]] = [{} for _ in groups]
-        self._known: dict[int, list[int]] = {}  # sequence -> hashes of its history
+        self._own = range(len(own_groups(groups)))
+        # sequence -> its history, and the hashes of it
+        self._known: dict[int, tuple[Sequence[int], list[int]]] = {}
 
     def execute(self, plan: Plan) -> StepResult:
         try:
@@ -167,7 +170,7 @@ class FakeExecutor:
         value = self._prefix(run)
         for position, token in enumerate(run.tokens, run.start):
             value = mix(value, token)
-            for group in range(len(self.groups)):
+            for group in self._own:
                 page, slot = self._place(run, group, position)
                 assert (group, page * self.page_tokens + slot) not in written, "written twice"
                 written.add((group, page * self.page_tokens + slot))
@@ -178,8 +181,8 @@ class FakeExecutor:
         if run.start == 0:
             return 0
         found = set()
-        for group, layers in enumerate(self.groups):
-            if layers.window != 1:
+        for group in self._own:
+            if self.groups[group].window != 1:
                 page, slot = self._place(run, group, run.start - 1)
                 found.add(self._page(group, page)[slot])
         assert len(found) == 1, f"groups of sequence {run.sequence} hold different prefixes"
@@ -192,8 +195,9 @@ class FakeExecutor:
         end = run.start + len(run.tokens)
         expected = self._history(run, run.sample) if run.sample is not None else None
         seen: list[int] | None = None
-        for group, layers in enumerate(self.groups):
-            first = 0 if layers.window is None else max(0, run.start - layers.window + 1)
+        for group in self._own:
+            window = self.groups[group].window
+            first = 0 if window is None else max(0, run.start - window + 1)
             stored = self._stored(run, group, first, end)
             assert EMPTY not in stored, f"sequence {run.sequence} reads a slot never written"
             if expected is not None:
@@ -216,7 +220,7 @@ class FakeExecutor:
         assert run.logits >= 1, "a sampled run needs logits"
         assert len(run.sample.history) == end, "a sampled run ends the history"
         spec = run.sample
-        value = self._known[run.sequence][-1]
+        value = self._known[run.sequence][1][-1]
         if self.script is not None:
             token = self.script(spec.history, spec.prompt_len, spec.position)
         else:
@@ -263,7 +267,10 @@ class FakeExecutor:
         return found[first - skipped : end - skipped]
 
     def _history(self, run: TokenRun, spec: SampleSpec) -> list[int]:
-        known = self._known.setdefault(run.sequence, [])
+        history, known = self._known.setdefault(run.sequence, (spec.history, []))
+        if history[: len(known)] != spec.history[: len(known)]:  # it turned to another prompt
+            known.clear()
+            self._known[run.sequence] = (spec.history, known)
         value = known[-1] if known else 0
         for token in spec.history[len(known) :]:
             value = mix(value, token)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from lockstep.cache.groups import CacheGroup
+from lockstep.cache.groups.base import pages_in
 from lockstep.cache.integrity import Books
 from lockstep.cache.lease import Lease, Match, StepJournal, Want
 from lockstep.cache.pool import PagePool, PoolError
 from lockstep.cache.tree import Identity, Key, Node, PrefixTree
+from lockstep.runner.groups import activations_of, tails_of
 from lockstep.runner.plan import PageCopy
 
+_OF_BRANCHES = ("branch", "activations")
 MOST_LOOKED_AT = 256
 """Children of a node that a lookup considers for a page to copy when the nearest has none."""
 
@@ -49,6 +52,7 @@ class PrefixCache:
         groups: one per layer group, in the model's order.
         page_tokens: tokens of a page, equal for all groups.
         keep: False drops a component as soon as no live sequence holds its page.
+        keep_tails: False gives up branches' tails before anything else, and `drop_tails` all.
     """
 
     def __init__(
@@ -58,11 +62,15 @@ class PrefixCache:
         page_tokens: int,
         *,
         keep: bool = True,
+        keep_tails: bool = False,
     ) -> None:
         self.pool = pool
         self.groups = tuple(groups)
         self.page_tokens = page_tokens
         self.keep = keep
+        self.trunk = tuple(g.index for g in self.groups if g.layers.kind not in _OF_BRANCHES)
+        self._tails = tuple(g.index for g in self.groups if g.layers.kind == "branch")
+        self._fleeting = frozenset(() if keep_tails else self._tails)
         self.tree = PrefixTree(page_tokens)
         self.stats = CacheStats()
         self._owner: list[dict[int, tuple[Node, Key]]] = [{} for _ in self.groups]
@@ -73,17 +81,41 @@ class PrefixCache:
     # --- sizes -----------------------------------------------------------------
 
     def wants(self, layers: tuple[int, int], own: str = "") -> tuple[Want, ...]:
-        """The groups with a layer in the half-open range `layers`."""
+        """The model's own groups with a layer in the half-open range `layers`."""
         begin, end = layers
         return tuple(
-            Want(group.index, own)
-            for group in self.groups
-            if any(begin <= layer < end for layer in group.layers.layers)
+            Want(index, own)
+            for index in self.trunk
+            if any(begin <= layer < end for layer in self.groups[index].layers.layers)
         )
 
-    def fits_alone(self, length: int) -> bool:
-        """Whether a lone sequence can grow to `length` tokens in this pool."""
-        pages = [group.live_pages(length) for group in self.groups]
+    def tails(self, fork: int, exit_: int, own: str) -> tuple[Want, ...]:
+        """The groups in which the branch of that key keeps layers [fork, exit_); none where
+        the pool was laid out without them."""
+        layers = [group.layers for group in self.groups]
+        return tuple(Want(index, own) for index in tails_of(layers, fork, exit_))
+
+    def activations(self, fork: int) -> tuple[Want, ...]:
+        """The group that holds what enters that layer, if there is one."""
+        index = activations_of([group.layers for group in self.groups], fork)
+        return () if index is None else (Want(index),)
+
+    def fits_alone(
+        self, length: int, wants: Iterable[Want] | None = None, held: int | None = None
+    ) -> bool:
+        """Whether a lone sequence can grow to `length` tokens in this pool.
+
+        Args:
+            wants: the groups that it needs; None stands for all of the model's own.
+            held: it lets go of nothing that a query at this position reads.
+        """
+        pages = [0] * len(self.groups)
+        for index in self.trunk if wants is None else [want.group for want in wants]:
+            pages[index] = self.groups[index].live_pages(length)
+            if held is not None:
+                more = pages_in(length - held, self.page_tokens) + 1
+                most = self.groups[index].live_pages(held) + more
+                pages[index] = min(most, pages_in(length, self.page_tokens))
         return self.pool.slabs_for(pages) <= self.pool.num_slabs
 
     def capacity(self, most: int) -> int:
@@ -107,15 +139,16 @@ class PrefixCache:
         """Pages per group that a sequence of `length` tokens would take beside those of
         `match` that live sequences hold anyway."""
         needs = [0] * len(self.groups)
-        for want in match.wants:
+        reach = [(want, match.length) for want in match.wants]
+        for want, usable in reach + [(want, match.behind) for want in match.lagging]:
             group = self.groups[want.group]
             refs = self.pool.refs[want.group]
             key = (want.group, want.own)
-            whole = match.length // self.page_tokens
+            whole = usable // self.page_tokens
             shared = sum(
                 1
-                for node in match.nodes[group.first_needed(match.length) : whole]
-                if key in node.components and refs[node.components[key]] > 1
+                for node in match.nodes[group.first_needed(usable) : whole]
+                if (page := node.page(key)) is not None and refs[page] > 1
             )
             needs[want.group] = max(0, group.live_pages(length) - shared)
         return needs
@@ -138,12 +171,32 @@ class PrefixCache:
         """Pages that live sequences hold."""
         return sum(self.pool.used) - len(self._idle)
 
+    @property
+    def pages_total(self) -> int:
+        """Pages in use, and those that the model's own groups could make of the rest."""
+        return sum(self.pool.used) + self.pool.free_pages(self.trunk)
+
+    @property
+    def pages_tail(self) -> int:
+        """Pages of branches' tails, held or kept."""
+        return sum(self.pool.used[index] for index in self._tails)
+
     # --- a sequence's way --------------------------------------------------------
 
     def match(
-        self, identity: Identity, tokens: Sequence[int], limit: int, wants: tuple[Want, ...]
+        self,
+        identity: Identity,
+        tokens: Sequence[int],
+        limit: int,
+        wants: tuple[Want, ...],
+        lagging: tuple[Want, ...] = (),
     ) -> Match:
-        """The longest prefix of `tokens[:limit]` at which every wanted group has its component."""
+        """The longest prefix of `tokens[:limit]` at which every wanted group has its component.
+
+        Args:
+            lagging: groups whose usable prefix may be shorter, see `Match`. One of `wants` must
+                then be of use by whole pages only.
+        """
         nodes, walked = self.tree.walk(identity, tokens, limit)
         if walked % self.page_tokens:
             self._prefer_ready(
@@ -154,7 +207,10 @@ class PrefixCache:
         inside = soon % self.page_tokens
         if inside and not self._ready(nodes[soon // self.page_tokens], wants):
             length = self._usable(nodes, soon - inside, wants)
-        return Match(identity, wants, nodes, walked, length, soon)
+        behind = self._usable(nodes, length, lagging) if lagging else length
+        if behind < length:
+            behind = self._usable(nodes, behind - behind % self.page_tokens, lagging)
+        return Match(identity, wants, nodes, walked, length, soon, lagging, behind)
 
     def _prefer_ready(
         self, nodes: list[Node], begun: tuple[int, ...], wants: tuple[Want, ...]
@@ -172,7 +228,7 @@ class PrefixCache:
     def _ready(self, node: Node, wants: tuple[Want, ...]) -> bool:
         """Whether every wanted component is there, and written."""
         for want in wants:
-            page = node.components.get((want.group, want.own))
+            page = node.page((want.group, want.own))
             if page is None or (want.group, page) in self._unwritten:
                 return False
         return True
@@ -188,7 +244,8 @@ class PrefixCache:
         return length
 
     def open(self, match: Match, journal: StepJournal) -> tuple[Lease, int, list[PageCopy]]:
-        """A lease on the matched pages; returns it, the tokens covered, and copies to plan.
+        """A lease on the matched pages; returns it, the tokens covered (by groups that lag
+        behind, where there are any), and copies to plan.
 
         A page matched in part is copied (the source is pinned by the journal); when the
         pool has no page for that, the match falls back to whole pages.
@@ -198,10 +255,12 @@ class PrefixCache:
         self.stats.matched += length
         lease = self._lease(match, length)
         if length % self.page_tokens == 0:
-            return lease, length, []
+            return lease, match.behind, []
         place = length // self.page_tokens
         sources = [
-            (group, match.nodes[place].components[(group, own)]) for group, own in lease.keys
+            (key[0], page)
+            for key in lease.keys
+            if (page := match.nodes[place].page(key)) is not None
         ]
         needs = [0] * len(self.groups)
         for group, page in sources:
@@ -226,35 +285,41 @@ class PrefixCache:
 
     def _lease(self, match: Match, length: int) -> Lease:
         """Take the whole pages of `match` below `length`."""
-        whole = length // self.page_tokens
+        size = self.page_tokens
+        reach = [(want, length) for want in match.wants]
+        reach += [(want, match.behind) for want in match.lagging]
+        whole = min(length, match.behind) // size
         node = match.nodes[whole - 1] if whole else self.tree.root(match.identity)
         node.pins += 1
-        keys = tuple((want.group, want.own) for want in match.wants)
-        lease = Lease(len(self.groups), keys, node)
+        lease = Lease(len(self.groups), tuple((want.group, want.own) for want, _ in reach), node)
         lease.published = whole
-        lease.covered = whole * self.page_tokens
-        for key in keys:
-            index = key[0]
-            first = min(self.groups[index].first_needed(length), whole)
+        lease.covered = whole * size
+        for want, usable in reach:
+            index = want.group
+            last = usable // size
+            first = min(self.groups[index].first_needed(usable), last)
             lease.first[index] = first
             table = lease.tables[index]
             table.extend([-1] * first)
-            for held in match.nodes[first:whole]:
-                page = held.components.get(key, -1)
-                table.append(page)
-                if page >= 0:
+            for held in match.nodes[first:last]:
+                page = held.page((index, want.own))
+                table.append(-1 if page is None else page)
+                if page is not None:
                     self._retain(index, page)
         return lease
 
-    def grow(self, lease: Lease, start: int, end: int) -> bool:
+    def grow(self, lease: Lease, start: int, end: int, only: Collection[int] | None = None) -> bool:
         """Give the lease every page that computing positions [start, end) writes.
 
         Evicts as needed. False, with the lease unchanged, when the pool cannot hold them.
+        Args: only: the groups that are written; None stands for all.
         """
         size = self.page_tokens
         needs = [0] * len(self.groups)
         places: list[tuple[int, list[int]]] = []
         for index, _ in lease.keys:
+            if only is not None and index not in only:
+                continue
             table = lease.tables[index]
             missing = [
                 place
@@ -287,6 +352,22 @@ class PrefixCache:
                         self._release(index, table[place])
                         table[place] = -1
                 lease.first[index] = needed
+
+    def narrow(self, lease: Lease, wants: Iterable[Want], length: int) -> None:
+        """Let go of the groups that are not among `wants`, and of pages wholly behind position
+        `length`. The tree knows nothing of the lease behind it."""
+        keys = {(want.group, want.own) for want in wants}
+        pages = pages_in(length, self.page_tokens)
+        for key in lease.keys:
+            index, table = key[0], lease.tables[key[0]]
+            stays = pages if key in keys else 0
+            while len(table) > stays:
+                page = table.pop()
+                if page >= 0:
+                    self._release(index, page)
+            lease.first[index] = min(lease.first[index], len(table))
+        lease.keys = tuple(key for key in lease.keys if key in keys)
+        lease.covered = min(lease.covered, pages * self.page_tokens)
 
     def publish(
         self,
@@ -322,7 +403,7 @@ class PrefixCache:
         page = table[place] if place < len(table) else -1
         if page < 0:
             return
-        held = lease.node.components.get(key)
+        held = lease.node.page(key)
         if held is None:
             self._adopt(lease.node, key, page, journal)
         elif held != page and journal is not None:
@@ -335,12 +416,14 @@ class PrefixCache:
         keys = [key for key in lease.keys if self.groups[key[0]].partial]
         if lease.node.order:
             near, shared = self.tree.nearest(lease.node, rest)
-            if shared == len(rest) and all(key in near.components for key in keys):
+            if shared == len(rest) and all(near.page(key) is not None for key in keys):
                 return  # a longer page serves whoever would look for this one
         node = self.tree.child(lease.node, rest)
         for key in keys:
-            page = lease.tables[key[0]][lease.published]
-            if key not in node.components and page >= 0:
+            table = lease.tables[key[0]]
+            page = table[lease.published] if lease.published < len(table) else -1
+            # One that is the tree's already is a whole page of which only a part is meant.
+            if node.page(key) is None and page >= 0 and page not in self._owner[key[0]]:
                 self._adopt(node, key, page, journal)
         self.tree.prune(node)
         lease.tail = node
@@ -412,6 +495,16 @@ class PrefixCache:
         while self._idle:
             self._evict()
 
+    @property
+    def has_idle_tails(self) -> bool:
+        """Whether there are tails that no live sequence holds and that are not to be kept."""
+        return any(self._idle_pages[index] for index in self._fleeting)
+
+    def drop_tails(self) -> None:
+        """Forget these; they come first in the eviction order."""
+        while self.has_idle_tails:
+            self._evict()
+
     # --- references ----------------------------------------------------------------
 
     def _reserve(self, needs: Sequence[int]) -> bool:
@@ -439,6 +532,8 @@ class PrefixCache:
         if self.pool.release(index, page) == 1 and page in self._owner[index]:
             self._idle[(index, page)] = None
             self._idle_pages[index] += 1
+            if index in self._fleeting:
+                self._idle.move_to_end((index, page), last=False)
             if not self.keep:
                 self._disown(*self._owner[index][page])
 

@@ -22,6 +22,8 @@ class Match:
     Attributes:
         nodes, walked: as `PrefixTree.walk` returns them.
         length: tokens usable now by every wanted group.
+        lagging: groups that the sequence needs as well, but can make up for at less cost.
+        behind: whole pages of tokens usable by these too; `length` where there are none.
         soon: tokens usable once the plan being prepared has run: a page that it still
             fills can be read whole at once but not copied in part. At least `length`.
     """
@@ -32,6 +34,8 @@ class Match:
     walked: int
     length: int
     soon: int
+    lagging: tuple[Want, ...] = ()
+    behind: int = 0
 
 
 class Lease:
@@ -40,6 +44,8 @@ class Lease:
     Made by `PrefixCache.open`, ended by `PrefixCache.close`; only the cache mutates it.
     Every page is frozen (shared, or filled) except those from `published` on, which this
     sequence alone writes, appending; what the tree names of such a page is already written.
+    Opened with groups that lag behind, only these groups' pages are written up to where the
+    others are.
 
     Attributes:
         tables: per group of the model, the page table (empty for a group not wanted).

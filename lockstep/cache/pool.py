@@ -104,9 +104,10 @@ class PagePool:
                 self._free_slabs.append(slab)
         return refs[page]
 
-    def free_pages(self) -> int:
-        """Free pages over all groups; a free slab counts as the group with most pages in it."""
-        return sum(self._spare) + len(self._free_slabs) * max(self.pages_per_slab)
+    def free_pages(self, groups: Sequence[int]) -> int:
+        """Free pages of these groups; a free slab counts as the one with most pages in it."""
+        per_slab = max(self.pages_per_slab[group] for group in groups)
+        return sum(self._spare[group] for group in groups) + len(self._free_slabs) * per_slab
 
     def check_integrity(self) -> None:
         """Raise `PoolError` unless slabs and free lists agree with the counts."""

@@ -15,6 +15,10 @@ Tokens = tuple[int, ...]
 Key = tuple[int, str]
 """Of a component in a node: (group index, the group's own identity; "" for the trunk)."""
 
+LEFT_AT = "exit:"
+"""Begins the own identity of rows that left the trunk before its end, followed by the layer at
+which they did. Whoever asks for such a component takes the trunk's own as well."""
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -55,6 +59,13 @@ class Node:
         self.order: list[Tokens] = []
         self.components: dict[Key, int] = {}
         self.pins = 0
+
+    def page(self, key: Key) -> int | None:
+        """The page that serves who asks for `key`, if there is one."""
+        found = self.components.get(key)
+        if found is None and key[1].startswith(LEFT_AT):
+            return self.components.get((key[0], ""))
+        return found
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -6,16 +6,15 @@ Everything here runs on one asyncio loop and imports no torch.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import logging
 import math
 import os
 import shutil
-import signal
 import sys
 import tempfile
-from asyncio.subprocess import Process
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -24,7 +23,9 @@ import zmq
 import zmq.asyncio
 
 from lockstep import messages
+from lockstep.branch import Branch, BranchError, read_branch
 from lockstep.config import ConfigError, EngineConfig
+from lockstep.engine.link import Link
 from lockstep.engine.mailbox import OutputQueue
 from lockstep.engine.process import LENGTH
 from lockstep.types import (
@@ -43,7 +44,6 @@ MAX_BACKOFF_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
 HANG_SECONDS = 600.0  # of a large model, a step on a few cores takes minutes
 LISTEN_SECONDS = 1.0  # between looks at the watchdog
-AT_ONCE = 32  # messages that may be read before other tasks get their turn
 START_SECONDS = 600.0  # for one stage of a start, such as reading the weights from a network
 
 ProgressCallback = Callable[[str, float], None]
@@ -91,6 +91,9 @@ class EngineClient:
             the longest step must fit in. While it starts, it has `START_SECONDS` at least.
 
     Attributes:
+        config: what is started, and what a process that takes the place of one that died is
+            started with: the branches of that moment.
+        branches: the loaded branches, by name.
         restarts: how often a new process has taken the place of one that died.
         silent: seconds for which the running process has said nothing, in steps of
             `LISTEN_SECONDS`.
@@ -107,17 +110,20 @@ class EngineClient:
         self.config = config
         self.state = EngineState.NEW
         self.stats = EngineStats()
+        self.branches: dict[str, Branch] = {}
         self.restarts = 0
         self.silent = 0.0
         self._factory = factory
         self._hang_seconds = hang_seconds
         self._heartbeat_seconds = heartbeat_seconds
         self._info: EngineInfo | None = None
+        self._changes: dict[int, asyncio.Future[Branch | None]] = {}  # of branches, by ticket
+        self._tickets = itertools.count()
         self._queues: dict[str, OutputQueue] = {}
         self._admissions: dict[str, asyncio.Future[None]] = {}
         self._live_choices: dict[str, int] = {}
         self._context: zmq.asyncio.Context | None = None
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._directory: Path | None = None
         self._launches = 0
@@ -145,7 +151,8 @@ class EngineClient:
         """Start the process and wait until it takes requests.
 
         Raises:
-            ModelError, ConfigError: what the engine said about its model or settings.
+            ModelError, ConfigError, BranchError: what the engine said about its model, settings
+                or branches.
             EngineStartError: any other reason, the process's death included.
         """
         if self.state is not EngineState.NEW:
@@ -219,6 +226,33 @@ class EngineClient:
         self._check_ready()
         self._send(messages.FlushCache())
 
+    async def load_branch(self, name: str, folder: str) -> Branch:
+        """Load a branch; one that had the name is there for requests that began, no longer.
+
+        Raises:
+            BranchError: it cannot be used; all is as it was.
+            EngineUnavailable: there is no engine now.
+        """
+        ticket = next(self._tickets)
+        branch = await self._change(messages.LoadBranch(ticket=ticket, name=name, folder=folder))
+        assert branch is not None
+        self.branches[name] = branch
+        load = [entry for entry in self.config.branches.load if entry[0] != name]
+        self._start_with((*load, (name, folder)))
+        return branch
+
+    async def unload_branch(self, name: str) -> None:
+        """Refuse requests that name the branch from now on.
+
+        Raises:
+            BranchError: there is no such branch.
+            EngineUnavailable: there is no engine now.
+        """
+        ticket = next(self._tickets)
+        await self._change(messages.UnloadBranch(ticket=ticket, name=name))
+        self.branches.pop(name, None)
+        self._start_with(entry for entry in self.config.branches.load if entry[0] != name)
+
     async def close(self) -> None:
         """Stop the process (kindly, then firmly) and remove the private directory."""
         if self.state is EngineState.CLOSED:
@@ -236,6 +270,38 @@ class EngineClient:
             self._context.destroy(linger=0)
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+    # --- branches ---------------------------------------------------------------------
+
+    async def _change(self, message: messages.LoadBranch | messages.UnloadBranch) -> Branch | None:
+        self._check_ready()
+        done: asyncio.Future[Branch | None] = asyncio.get_running_loop().create_future()
+        self._changes[message.ticket] = done
+        try:
+            self._send(message)
+            return await done
+        finally:
+            self._changes.pop(message.ticket, None)
+
+    def _start_with(self, load: Iterable[tuple[str, str]]) -> None:
+        branches = replace(self.config.branches, load=tuple(load))
+        self.config = replace(self.config, branches=branches)
+
+    def _forget_lost_branches(self) -> None:
+        """A process that takes another's place starts without what is no longer there, or
+        would decide otherwise: requests that name it are refused."""
+        found = []
+        for name, folder in self.config.branches.load:
+            try:
+                same = read_branch(folder).key == self.branches[name].key
+            except BranchError as error:
+                log.error("branch %s is lost: %s", name, error)
+            else:
+                if same:
+                    found.append((name, folder))
+                else:
+                    log.error("branch %s is lost: %s holds another one now", name, folder)
+        self._start_with(found)
 
     # --- requests ---------------------------------------------------------------------
 
@@ -267,6 +333,9 @@ class EngineClient:
         for admission in self._admissions.values():
             if not admission.done():
                 admission.set_exception(error)
+        for change in self._changes.values():
+            if not change.done():
+                change.set_exception(error)
         for queue in self._queues.values():
             queue.put_nowait(error)
         self._admissions.clear()
@@ -322,7 +391,7 @@ class EngineClient:
             socket.close(linger=0)
             path.unlink(missing_ok=True)
             raise
-        self._link = _Link(process, socket, path)
+        self._link = Link(process, socket, path)
         start = messages.Start(
             address=f"ipc://{path}",
             factory=self._factory,
@@ -344,7 +413,7 @@ class EngineClient:
                 environment[name] = str(threads)
         return environment
 
-    async def _wait_ready(self, link: _Link, progress: ProgressCallback | None) -> None:
+    async def _wait_ready(self, link: Link, progress: ProgressCallback | None) -> None:
         stage = "starting"
         while True:
             try:
@@ -357,8 +426,8 @@ class EngineClient:
                 case messages.Progress(stage=stage, fraction=fraction):
                     if progress is not None:
                         progress(stage, fraction)
-                case messages.Ready(info=info):
-                    self._info = info
+                case messages.Ready(info=info, branches=branches):
+                    self._info, self.branches = info, branches
                     return
                 case messages.StartFailed(kind=kind, message=text):
                     raise _start_error(kind, text)
@@ -388,10 +457,14 @@ class EngineClient:
 
     async def _relaunch(self) -> None:
         backoff = 1.0
+        self._forget_lost_branches()
         while True:
             try:
                 await self._launch(None)
             except Exception as error:  # no file left, no memory, ...: all of it may pass
+                if isinstance(error, BranchError):  # rather none of them than no engine
+                    log.error("all branches are lost")
+                    self._start_with(())
                 text = str(error) or type(error).__name__
                 log.error("restarting the engine failed: %s; next try in %.0f s", text, backoff)
                 await self._reap(0.0)
@@ -415,6 +488,10 @@ class EngineClient:
                 case messages.StepReport():
                     self.stats = message.stats
                     self._deliver(message)
+                case messages.BranchReply(ticket=ticket):
+                    change = self._changes.pop(ticket, None)
+                    if change is not None and not change.done():
+                        _settle(change, message)
                 case messages.Heartbeat(stats=stats):
                     self.stats = stats
                 case messages.Fatal(message=fatal):
@@ -425,8 +502,8 @@ class EngineClient:
                 case _:
                     pass
 
-    async def _next(self, link: _Link, least: float = 0.0) -> messages.FromEngine | None:
-        """As `_Link.receive`, for as long as the watchdog allows.
+    async def _next(self, link: Link, least: float = 0.0) -> messages.FromEngine | None:
+        """As `Link.receive`, for as long as the watchdog allows.
 
         Silence is what was waited for: while this process is stopped, none is counted.
 
@@ -453,75 +530,15 @@ class EngineClient:
             await link.close(patience)
 
 
-class _Link:
-    """One child process and the socket that leads to it."""
-
-    def __init__(self, process: Process, socket: zmq.asyncio.Socket, path: Path) -> None:
-        self.process = process
-        self._socket = socket
-        self._path = path  # of the socket
-        self._death = asyncio.ensure_future(process.wait())
-        self._incoming: asyncio.Future[bytes] | None = None
-        self._at_once = 0  # messages that were read without a wait
-
-    def send(self, message: messages.Message) -> None:
-        """Hand a message to the socket; without a high-water mark that never waits."""
-        self._socket.send(messages.encode(message))
-
-    async def receive(self, timeout: float | None = None) -> messages.FromEngine | None:
-        """The next message; None once the process has ended and all it wrote was read.
-
-        Raises:
-            TimeoutError: nothing came within `timeout` seconds.
-        """
-        if self._incoming is None:
-            self._incoming = asyncio.ensure_future(self._socket.recv())
-        if self._incoming.done() and self._at_once < AT_ONCE:
-            # What has piled up goes to the queues before their readers run: see `OutputQueue`.
-            self._at_once += 1
-            payload, self._incoming = self._incoming.result(), None
-            return messages.decode_from_engine(payload)
-        self._at_once = 0
-        waiting: set[asyncio.Future[bytes] | asyncio.Future[int]] = {
-            self._incoming,
-            self._death,
-        }
-        await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if self._death.done() and not self._incoming.done():
-            # What the process wrote last may still be on its way through the io thread.
-            await asyncio.wait({self._incoming}, timeout=0.2)
-            if not self._incoming.done():
-                return None
-        if not self._incoming.done():
-            raise TimeoutError
-        payload, self._incoming = self._incoming.result(), None
-        return messages.decode_from_engine(payload)
-
-    def ending(self) -> str:
-        """How the process ended, in words."""
-        status = self._death.result()
-        if status >= 0:
-            return f"ended with status {status}"
-        hint = " (out of memory?)" if -status == signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-status).name}{hint}"
-
-    async def close(self, patience: float) -> None:
-        """Give the process `patience` seconds to end by itself, then make it end."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        await asyncio.wait({self._death}, timeout=max(patience, 0.05))
-        if not self._death.done():
-            with contextlib.suppress(ProcessLookupError):
-                self.process.kill()  # it ignores SIGTERM
-        await self._death
-        if self._incoming is not None:
-            self._incoming.cancel()
-        self._socket.close(linger=0)
-        self._path.unlink(missing_ok=True)
+def _settle(change: asyncio.Future[Branch | None], reply: messages.BranchReply) -> None:
+    if reply.error:
+        change.set_exception(BranchError(reply.error))
+    else:
+        change.set_result(reply.branch)
 
 
 def _start_error(kind: str, text: str) -> LockstepError:
-    for error in (ModelError, ConfigError):
+    for error in (ModelError, ConfigError, BranchError):
         if kind == error.__name__:
             return error(text)
     return EngineStartError(f"the engine failed to start: {text}")

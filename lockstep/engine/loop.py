@@ -8,14 +8,25 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 
+from lockstep.branch import Branch
 from lockstep.cache import PrefixCache
 from lockstep.cache.groups import make_groups
 from lockstep.cache.pool import PagePool
-from lockstep.config import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
+from lockstep.config import (
+    BranchOptions,
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    SchedulerConfig,
+)
+from lockstep.engine.branches import Branches, check_reading
+from lockstep.engine.gates import GatedRequest, check_gate, ids_of
+from lockstep.engine.routes import Route, plan_route
 from lockstep.engine.scheduler import Scheduler, check_result
+from lockstep.runner.groups import own_groups
 from lockstep.runner.plan import Executor, Launched, Launcher, Plan, StepResult
 from lockstep.text.grammar_matcher import CompiledGrammar, GrammarCompiler
-from lockstep.types import EngineInfo, EngineStats, Request, RequestError, SequenceOutput
+from lockstep.types import EngineInfo, EngineStats, Gate, Request, RequestError, SequenceOutput
 
 
 class Engine:
@@ -32,9 +43,11 @@ class Engine:
         scheduler_config, cache_config: budgets and pool.
         info: what `Runner.info()` says; made from the executor's geometry when absent.
         grammars: compiles the requests' grammars; without it they are refused.
+        branches: those to load now, and how decisions are computed.
 
     Raises:
         ConfigError: a setting that does not go with the executor.
+        BranchError: a branch that cannot be used.
     """
 
     def __init__(
@@ -44,7 +57,9 @@ class Engine:
         cache_config: CacheConfig,
         info: EngineInfo | None = None,
         grammars: GrammarCompiler | None = None,
+        branches: BranchOptions | None = None,
     ) -> None:
+        branches = branches or BranchOptions()
         if scheduler_config.max_context > executor.max_context:
             raise ConfigError(
                 f"max_context ({scheduler_config.max_context}) exceeds what model and pool hold "
@@ -60,12 +75,18 @@ class Engine:
             make_groups(executor.groups, executor.page_tokens),
             executor.page_tokens,
             keep=cache_config.prefix_caching,
+            keep_tails=branches.keep_tails,
         )
         self._max_context = scheduler_config.max_context or executor.max_context
         self._pool_tokens = self._cache.capacity(self._max_context)
         self.info = info or _describe(executor, self._max_context)
         layers = (0, executor.num_layers)
-        self._scheduler = Scheduler(self._cache, scheduler_config, layers, self.info.fingerprint)
+        self._scheduler = Scheduler(
+            self._cache, scheduler_config, layers, self.info.fingerprint, branches
+        )
+        self._branches = Branches(executor)
+        for name, folder in branches.load:
+            self._branches.load(name, folder)
         self._outbox: list[SequenceOutput] = []  # outputs of what happened between steps
         self._overlap = bool(scheduler_config.overlap) and isinstance(executor, Launcher)
         self._under_way: deque[tuple[Plan, Launched]] = deque()  # the next to end first
@@ -90,7 +111,7 @@ class Engine:
         grammars = GrammarCompiler(
             lambda: open_checkpoint(config.model.name).tokenizer(), runner.vocab_size
         )
-        return cls(runner, config.scheduler, config.cache, runner.info(), grammars)
+        return cls(runner, config.scheduler, config.cache, runner.info(), grammars, config.branches)
 
     # --- requests ---------------------------------------------------------------------
 
@@ -127,7 +148,60 @@ class Engine:
             )
         self._check_ids(request)
         _check_outputs(request)
-        scheduler.add(request, self._max_len(request), self._compiled(request))
+        if request.gate is not None:
+            gate = self._gated(request, request.gate)
+            scheduler.add(request, gate.judge_len, gate=gate)
+            return
+        branch = None
+        if request.branch:
+            branch = self._branches.find(request.branch, "branch")
+            check_reading(request)
+            self._check_route(self._route(branch, request.branch_from), len(request.prompt))
+        scheduler.add(request, self._max_len(request), self._compiled(request), branch)
+
+    def _route(self, branch: Branch, begins: int, *, full: bool = False) -> Route:
+        scheduler = self._scheduler
+        return plan_route(
+            branch, begins, self._cache, scheduler.layers, scheduler.branches, full=full
+        )
+
+    def _check_route(self, route: Route, length: int) -> None:
+        """Refuse a decision that the pool cannot hold."""
+        wants = (*route.wants, *route.lagging)
+        if not self._cache.fits_alone(length, wants, route.begins):
+            raise RequestError(
+                f"a decision over {length} tokens needs more pages than the cache holds",
+                field="prompt",
+                code="context_length_exceeded",
+            )
+
+    def _gated(self, request: Request, gate: Gate) -> GatedRequest:
+        """What the request does before it writes; checks all that may become of it."""
+        branch = self._branches.find(gate.branch, "gate") if gate.branch else None
+        if request.branch or request.pooling:
+            raise RequestError("a gated request has no branch and no pooling", field="gate")
+        check_gate(gate, branch)
+        length = len(request.prompt)
+        longest = max(len(probe.suffix) + len(probe.path) for probe in gate.probes)
+        if length + longest > self._max_context:
+            raise RequestError(
+                f"the prompt has {length} tokens and what the gate asks behind it {longest}, "
+                f"the context holds {self._max_context}",
+                field="prompt",
+                code="context_length_exceeded",
+            )
+        route = None if branch is None else self._route(branch, length, full=True)
+        wants = None if route is None else (*route.wants, *route.lagging)
+        if not self._cache.fits_alone(length + longest, wants, length - 1):
+            raise RequestError(
+                f"the gate's {length + longest} tokens need more pages than the cache holds",
+                field="prompt",
+                code="context_length_exceeded",
+            )
+        max_lens = [
+            0 if header is None else self._max_len(request, len(header)) for header in gate.headers
+        ]
+        return GatedRequest(request, gate, max_lens, self._compiled(request), route)
 
     def _compiled(self, request: Request) -> CompiledGrammar | None:
         grammar = request.sampling.grammar
@@ -146,13 +220,14 @@ class Engine:
     def _check_ids(self, request: Request) -> None:
         if not request.prompt:
             raise RequestError("the prompt has no tokens", field="prompt", code="empty_prompt")
-        params = request.sampling
+        params, gate = request.sampling, request.gate
         named: tuple[tuple[str, Iterable[int]], ...] = (
             ("prompt", request.prompt),
             ("stop_token_ids", request.stop_ids),
             ("logit_bias", params.logit_bias),
             ("logprob_token_ids", params.logprob_token_ids),
             ("bad_words", (token for ids in request.bad_ids for token in ids)),
+            ("gate", () if gate is None else ids_of(gate)),
         )
         for name, tokens in named:
             for token in tokens:
@@ -166,9 +241,12 @@ class Engine:
                         code="token_out_of_range",
                     )
 
-    def _max_len(self, request: Request) -> int:
-        """Most tokens of a choice, prompt included; checks them against context and pool."""
-        length = len(request.prompt)
+    def _max_len(self, request: Request, header: int = 0) -> int:
+        """Most tokens of a choice, prompt included; checks them against context and pool.
+
+        Args: header: tokens that a gate puts behind the prompt.
+        """
+        length = len(request.prompt) + header
         wanted = request.sampling.max_tokens
         limit = self._max_context
         room = limit if wanted == 0 else limit - 1  # a prompt must leave room for a token
@@ -196,6 +274,38 @@ class Engine:
         """End a request, or one choice of it; the next step reports it. Unknown ids are ignored."""
         self._settle()
         self._outbox.extend(self._scheduler.cancel(request_id, choice))
+
+    # --- branches ---------------------------------------------------------------------
+
+    @property
+    def branches(self) -> dict[str, Branch]:
+        """The branches that requests may name."""
+        return dict(self._branches.named)
+
+    def load_branch(self, name: str, folder: str) -> Branch:
+        """Load a branch; one of that name serves no request from now on, but those it has.
+
+        Raises:
+            BranchError: it cannot be used; all is as it was.
+        """
+        self._settle()
+        branch = self._branches.load(name, folder)
+        self._free_branches()
+        return branch
+
+    def unload_branch(self, name: str) -> None:
+        """Refuse requests that name the branch; it is freed when the last one has ended.
+
+        Raises:
+            BranchError: there is no such branch.
+        """
+        self._settle()
+        self._branches.unload(name)
+        self._free_branches()
+
+    def _free_branches(self) -> None:
+        if not self._branches.is_settled:
+            self._branches.free(self._scheduler.branch_keys())
 
     # --- steps --------------------------------------------------------------------------
 
@@ -225,6 +335,7 @@ class Engine:
                 if plan is not None:
                     self._launch(plan)
             self._end_step()
+        self._free_branches()
         outputs, self._outbox = self._outbox, []
         return outputs
 
@@ -315,7 +426,8 @@ def _raises(error: BaseException) -> Callable[[], StepResult]:
 
 def _describe(executor: Executor, max_context: int) -> EngineInfo:
     """Information about an executor that has no model behind it."""
-    pages = executor.num_slabs * min(executor.pages_per_slab)
+    own = len(own_groups(executor.groups))
+    pages = executor.num_slabs * min(executor.pages_per_slab[:own])
     return EngineInfo(
         model=type(executor).__name__,
         architecture="none",

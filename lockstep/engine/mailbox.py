@@ -53,15 +53,19 @@ class OutputQueue:
 def joined(outputs: Sequence[SequenceOutput]) -> SequenceOutput:
     """Consecutive outputs of one choice as one."""
     first, last = outputs[0], outputs[-1]
+    told = (output.prompt_logprobs for output in outputs)
+    gates = (output.gate for output in outputs)
     return SequenceOutput(
         request=first.request,
         choice=first.choice,
         tokens=tuple(token for output in outputs for token in output.tokens),
         logprobs=tuple(entry for output in outputs for entry in output.logprobs),
-        prompt_logprobs=first.prompt_logprobs,
+        prompt_logprobs=next((entries for entries in told if entries is not None), None),
         finish=last.finish,
         cached_tokens=last.cached_tokens,
         error=last.error,
         started=last.started,
         pooled=last.pooled,
+        scores=last.scores,
+        gate=next((gate for gate in gates if gate is not None), None),
     )

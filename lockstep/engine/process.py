@@ -27,6 +27,7 @@ import msgspec
 import zmq
 
 from lockstep import logs, messages
+from lockstep.branch import BranchError
 from lockstep.config import EngineConfig
 from lockstep.text.grammar_matcher import COMPILE_SECONDS
 from lockstep.types import LockstepError, RequestError
@@ -99,7 +100,7 @@ def _serve(start: messages.Start, socket: zmq.Socket[bytes]) -> int:
         failed = messages.StartFailed(kind=type(error).__name__, message=text)
         socket.send(messages.encode(failed))
         return EXIT_START_FAILED
-    socket.send(messages.encode(messages.Ready(info=engine.info)))
+    socket.send(messages.encode(messages.Ready(info=engine.info, branches=engine.branches)))
     try:
         _loop(engine, socket, start.heartbeat_seconds)
     except Exception as error:
@@ -129,6 +130,8 @@ def _loop(engine: Engine, socket: zmq.Socket[bytes], heartbeat_seconds: float) -
             return
         inbox = _park(engine, inbox, parked)
         accepted, rejected = _take(engine, inbox)
+        for reply in _change_branches(engine, inbox):
+            socket.send(messages.encode(reply))
         outputs = engine.step() if engine.has_work() else []
         if inbox or outputs:
             report = messages.StepReport(
@@ -244,6 +247,29 @@ def _take(
             case messages.FlushCache():
                 engine.flush_cache()
     return accepted, rejected
+
+
+def _change_branches(engine: Engine, inbox: list[messages.ToEngine]) -> list[messages.BranchReply]:
+    """Load and unload what the messages say, in their order. A request that comes with such
+    a message names the branches of before."""
+    replies: list[messages.BranchReply] = []
+    for message in inbox:
+        if not isinstance(message, messages.LoadBranch | messages.UnloadBranch):
+            continue
+        branch, error = None, ""
+        try:
+            if isinstance(message, messages.LoadBranch):
+                branch = engine.load_branch(message.name, message.folder)
+            else:
+                engine.unload_branch(message.name)
+        except BranchError as refused:
+            error = str(refused)
+        except Exception as failure:
+            log.exception("changing branch %s failed", message.name)
+            error = f"{type(failure).__name__}: {failure}"
+        reply = messages.BranchReply(ticket=message.ticket, branch=branch, error=error)
+        replies.append(reply)
+    return replies
 
 
 def _read_start(stream: BinaryIO) -> messages.Start:

@@ -6,7 +6,11 @@ from bisect import bisect_left, insort
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from lockstep.branch import Branch
 from lockstep.cache import Identity, PrefixCache
+from lockstep.config import BranchOptions
+from lockstep.engine.gates import GatedRequest
+from lockstep.engine.routes import plan_route
 from lockstep.engine.sequence import Sequence, State
 from lockstep.types import EngineStats, FinishReason, Request, SequenceOutput
 
@@ -19,6 +23,7 @@ COUNTERS = (
     "prompt_tokens",
     "cached_tokens",
     "computed_tokens",
+    "computed_layers",
     "generated_tokens",
     "preemptions",
     "finished",
@@ -38,12 +43,16 @@ class Queues:
 
     Args:
         cache: pages and prefixes. layers: the trunk's layer range. model: for the cache identity.
+        branches: how far a decision's context goes, and what is kept of it.
     """
 
-    def __init__(self, cache: PrefixCache, layers: tuple[int, int], model: str) -> None:
+    def __init__(
+        self, cache: PrefixCache, layers: tuple[int, int], model: str, branches: BranchOptions
+    ) -> None:
         self.cache = cache
         self.layers = layers
         self.model = model
+        self.branches = branches
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank
         self.requests: dict[str, list[Sequence]] = {}  # live ones
@@ -52,23 +61,43 @@ class Queues:
         self._next_number = 0
         self._counts = dict.fromkeys(COUNTERS, 0)
 
-    def add(self, request: Request, max_len: int, grammar: CompiledGrammar | None = None) -> None:
-        """Queue the request's choices. `max_len`: most tokens of each, prompt included;
-        `grammar`: compiled from the request's."""
+    def add(
+        self,
+        request: Request,
+        max_len: int,
+        grammar: CompiledGrammar | None = None,
+        branch: Branch | None = None,
+        gate: GatedRequest | None = None,
+    ) -> None:
+        """Queue the request's choices.
+
+        Args:
+            max_len: most tokens of each, prompt included. grammar: compiled from the request's.
+            branch: that the request names. gate: what it does first; `max_len` and `grammar`
+                are then those of what reads it.
+        """
         scope = "" if self.cache.keep else request.id
         identity = Identity(self.model, request.salt, scope=scope)
+        wants, route = self.cache.wants(self.layers), None
+        if branch is not None:
+            route = plan_route(branch, request.branch_from, self.cache, self.layers, self.branches)
+        if gate is not None:
+            route = gate.route
         sequences = []
         for choice in range(request.sampling.n):
             sequence = Sequence(
                 self._next_number,
-                request,
+                request if gate is None else gate.judge,
                 choice,
                 identity=identity,
                 layers=self.layers,
-                wants=self.cache.wants(self.layers),
+                wants=wants if route is None else route.wants,
                 max_len=max_len,
                 grammar=None if grammar is None else grammar.start(request.stop_ids),
+                route=route,
             )
+            if gate is not None:
+                sequence.gate, sequence.held, sequence.shared = gate, choice > 0, gate.shared
             self._next_number += 1
             insort(self.waiting, sequence, key=_by_rank)
             sequences.append(sequence)
@@ -80,30 +109,42 @@ class Queues:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
+    def branch_keys(self) -> set[str]:
+        """Keys of the branches that live requests use."""
+        live = (sequence for choices in self.requests.values() for sequence in choices)
+        return {sequence.route.key for sequence in live if sequence.route is not None}
+
     def stats(self) -> EngineStats:
         """Counters since the start and gauges of this moment; sequences, not requests."""
-        pool = self.cache.pool
-        used, cached = self.cache.pages_used, self.cache.pages_cached
+        cache = self.cache
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
-            pages_total=used + cached + pool.free_pages(),
-            pages_used=used,
-            pages_cached=cached,
+            pages_total=cache.pages_total,
+            pages_used=cache.pages_used,
+            pages_cached=cache.pages_cached,
+            pages_tail=cache.pages_tail,
             **self._counts,
         )
 
-    def _fail(self, sequence: Sequence, error: str) -> SequenceOutput:
-        """End a sequence with ERROR; nothing that it computed stays in the tree."""
-        self._counts["failed"] += 1
-        sequence.computed = 0
-        return replace(self._end(sequence, FinishReason.ERROR), error=error)
+    def _fail(self, sequence: Sequence, error: str) -> list[SequenceOutput]:
+        """End a sequence with ERROR, and those for which it reads a gate; nothing that it
+        computed stays in the tree."""
+        ended = [sequence]
+        if sequence.gate is not None:
+            ended = list(self.requests[sequence.request.id])
+        outputs = []
+        for each in ended:
+            self._counts["failed"] += 1
+            each.computed = 0
+            outputs.append(replace(self._end(each, FinishReason.ERROR), error=error))
+        return outputs
 
     def _preempt(self, sequence: Sequence) -> None:
         """Release the pages of a running sequence that is not in the plan; it waits again."""
         assert sequence.lease is not None
         self._counts["preemptions"] += 1
-        self.cache.close(sequence.lease, sequence.tokens, sequence.computed)
+        self._release(sequence)
         self._to_waiting(sequence)
 
     def _suspend(self, sequence: Sequence) -> None:
@@ -114,7 +155,7 @@ class Queues:
 
     def _to_waiting(self, sequence: Sequence) -> None:
         sequence.lease = None
-        sequence.computed = 0
+        sequence.computed = sequence.kept_until = 0
         self._stalled = False
         if self._alone is sequence:
             self._alone = None
@@ -123,7 +164,7 @@ class Queues:
     def _end(self, sequence: Sequence, finish: FinishReason) -> SequenceOutput:
         """Take a sequence out, whatever its state; its last output."""
         if sequence.lease is not None:
-            self.cache.close(sequence.lease, sequence.tokens, sequence.computed)
+            self._release(sequence)
             sequence.lease = None
         self._remove(sequence, self.running if sequence.state is State.RUNNING else self.waiting)
         sequence.state = State.ENDED
@@ -142,6 +183,19 @@ class Queues:
             cached_tokens=max(0, sequence.cached_tokens),
             started=sequence.started,
         )
+
+    def _release(self, sequence: Sequence) -> None:
+        """End the lease; the tree keeps what others would compute alike."""
+        assert sequence.lease is not None
+        computed = min(sequence.computed, sequence.shared)
+        self.cache.close(sequence.lease, sequence.tokens, computed)
+
+    def _let_tails_go(self) -> None:
+        """A tail goes with the last decision that could use it, unless it is to be kept."""
+        if self.cache.has_idle_tails and not any(
+            s.route is not None and s.route.tails and not s.held for s in self.waiting
+        ):
+            self.cache.drop_tails()
 
     @staticmethod
     def _remove(sequence: Sequence, queue: list[Sequence]) -> None:

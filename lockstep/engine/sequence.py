@@ -15,7 +15,12 @@ from lockstep.runner.plan import SampleSpec
 from lockstep.types import FinishReason, Request, TokenLogprob
 
 if TYPE_CHECKING:
+    from lockstep.engine.gates import GatedRequest
+    from lockstep.engine.routes import Route
     from lockstep.text.grammar_matcher import GrammarState
+
+EVERYTHING = 1 << 62
+"""More tokens than any sequence has."""
 
 
 class State(Enum):
@@ -48,6 +53,12 @@ class Sequence:
         waits_for, waits_until: a running sequence that computes this one's prefix,
             and the position up to which it does.
         planned: the last step that this sequence was part of.
+        route: its rows' way, where a branch reads them; None in the trunk.
+        shared: positions below it are computed as anybody would; the tree gets no others, and
+            what a query at it reads is not let go.
+        kept_until: positions below it are made from activations, from `computed` on.
+        gate: of a request that has yet to decide: what it reads, and what follows. The one
+            sequence that is not `held` reads it, for all choices.
         grammar: what the output must look like and how far it has come, if it must at all.
         started: the time that `Scheduler.schedule` was told when it first admitted it.
     """
@@ -57,8 +68,11 @@ class Sequence:
         "cached_tokens",
         "choice",
         "computed",
+        "gate",
         "grammar",
+        "held",
         "identity",
+        "kept_until",
         "layers",
         "lease",
         "max_len",
@@ -70,6 +84,8 @@ class Sequence:
         "prompt_logprobs",
         "rank",
         "request",
+        "route",
+        "shared",
         "started",
         "state",
         "tokens",
@@ -89,30 +105,47 @@ class Sequence:
         wants: tuple[Want, ...],
         max_len: int,
         grammar: GrammarState | None = None,
+        route: Route | None = None,
     ) -> None:
         self.number = number
-        self.request = request
         self.choice = choice
         self.identity = identity
         self.layers = layers
-        self.wants = wants
         self.rank = (request.priority, number)
-        self.tokens = list(request.prompt)
-        self.prompt_len = len(request.prompt)
         self.computed = 0
         self.attained = 0
-        self.max_len = max_len
-        self.grammar = grammar
         self.cached_tokens = -1
-        self.prompt_logprobs: list[TokenLogprob] = []
-        self.pooled: list[bytes] = []
-        self.pooled_rows = 0
+        self.kept_until = 0
+        self.shared = EVERYTHING if route is None else route.begins
+        self.gate: GatedRequest | None = None
+        self.held = False
+        self.become(request, wants, max_len, grammar, route)
         self.state = State.WAITING
         self.lease: Lease | None = None
         self.waits_for: Sequence | None = None
         self.waits_until = 0
         self.planned = 0
         self.started = 0.0
+
+    def become(
+        self,
+        request: Request,
+        wants: tuple[Want, ...],
+        max_len: int,
+        grammar: GrammarState | None = None,
+        route: Route | None = None,
+    ) -> None:
+        """Take on another prompt, of which nothing is computed that `computed` does not say."""
+        self.request = request
+        self.wants = wants
+        self.route = route
+        self.tokens = list(request.prompt)
+        self.prompt_len = len(request.prompt)
+        self.max_len = max_len
+        self.grammar = grammar
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.pooled: list[bytes] = []
+        self.pooled_rows = 0
 
     @property
     def remaining(self) -> int:
@@ -127,11 +160,26 @@ class Sequence:
     @property
     def scores_prompt(self) -> bool:
         """Whether this choice reports the prompt's logprobs: the first one does, for all."""
-        return self.choice == 0 and self.request.sampling.prompt_logprobs is not None
+        if self.request.sampling.prompt_logprobs is None:
+            return False
+        return self.choice == 0 or self.gate is not None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the rows that enter its branch's fork go to pages of their own."""
+        assert self.route is not None
+        assert self.lease is not None
+        return any((kept.group, kept.own) in self.lease.keys for kept in self.route.activations)
 
     @property
     def reusable_limit(self) -> int:
-        """Most tokens that may come from the cache.
+        """Most tokens that may come from the cache: of what others compute alike, and what is
+        not `needed_from` on."""
+        return min(self.needed_from, self.shared)
+
+    @property
+    def needed_from(self) -> int:
+        """The first position that must be computed.
 
         The last token is always computed, for its logits or its hidden row; so is every
         position whose row has something to report that is not known yet.

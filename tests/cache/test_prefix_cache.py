@@ -8,12 +8,19 @@ from collections.abc import Sequence
 import pytest
 
 from lockstep.cache import Identity, Lease, PrefixCache, StepJournal, Want
-from lockstep.cache.groups import KINDS, CacheGroup, FullAttention, SlidingWindow, make_groups
+from lockstep.cache.groups import (
+    KINDS,
+    Activations,
+    CacheGroup,
+    FullAttention,
+    SlidingWindow,
+    make_groups,
+)
 from lockstep.cache.pool import PagePool
 from lockstep.cache.tree import common_prefix
 from lockstep.config import ConfigError
 from lockstep.types import LayerGroup
-from tests.cache.toys import Activations, Recurrent
+from tests.cache.toys import Recurrent
 
 HERE = Identity("model")
 SIZE = 4
@@ -151,9 +158,11 @@ def test_a_branch_tail_adds_its_own_identity_and_shares_the_trunk() -> None:
 def test_activations_are_kept_for_those_who_ask() -> None:
     cache = make(full(0), Activations(1, layers("activations", 1), SIZE))
     tokens = list(range(18))
-    assert use(cache, tokens, wants=(Want(0),)) == 0
+    wants = (*every(cache), *cache.activations(1))
+    assert every(cache) == (Want(0),)
     assert use(cache, tokens) == 0
-    assert use(cache, tokens) == 16  # whole pages
+    assert use(cache, tokens, wants=wants) == 0
+    assert use(cache, tokens, wants=wants) == 16  # whole pages
     assert use(cache, tokens, wants=(Want(0),)) == 17
 
 
@@ -332,7 +341,7 @@ def test_capacity_counts_what_a_window_holds() -> None:
 
 
 def test_an_unknown_kind_is_refused() -> None:
-    assert set(KINDS) == {"full", "sliding"}
+    assert set(KINDS) == {"full", "sliding", "branch", "activations"}
     with pytest.raises(ConfigError, match="no cache for kind 'recurrent'"):
         make_groups((layers("recurrent", 0),), SIZE)
     with pytest.raises(ConfigError, match="window"):

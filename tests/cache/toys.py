@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lockstep.cache.groups import CacheGroup, FullAttention
+from lockstep.cache.groups import CacheGroup
 from lockstep.cache.tree import Key, Node
 
 
@@ -31,13 +31,3 @@ class Recurrent(CacheGroup):
     def writes(self, start: int, end: int) -> Iterable[int]:
         first = start - start % self.chunk + self.chunk
         return [boundary // self.page_tokens - 1 for boundary in range(first, end + 1, self.chunk)]
-
-
-class Activations(FullAttention):
-    """Rows entering a fork: like full attention, but whole pages, and wanted on request only."""
-
-    partial = False
-
-    def reusable(self, nodes: Sequence[Node], length: int, key: Key) -> int:
-        usable = super().reusable(nodes, length, key)
-        return usable - usable % self.page_tokens

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lockstep.cache.groups.base import CacheGroup
+from lockstep.cache.groups.branch import Activations, branch_tail
 from lockstep.cache.groups.full import FullAttention
 from lockstep.cache.groups.sliding import SlidingWindow
 from lockstep.config import ConfigError
 from lockstep.types import LayerGroup
 
-KINDS: dict[str, type[CacheGroup]] = {"full": FullAttention, "sliding": SlidingWindow}
+KINDS: dict[str, Callable[[int, LayerGroup, int], CacheGroup]] = {
+    "full": FullAttention,
+    "sliding": SlidingWindow,
+    "branch": branch_tail,
+    "activations": Activations,
+}
 
 
 def make_groups(layers: Sequence[LayerGroup], page_tokens: int) -> tuple[CacheGroup, ...]:
@@ -28,4 +34,4 @@ def make_groups(layers: Sequence[LayerGroup], page_tokens: int) -> tuple[CacheGr
     return tuple(groups)
 
 
-__all__ = ["KINDS", "CacheGroup", "FullAttention", "SlidingWindow", "make_groups"]
+__all__ = ["KINDS", "Activations", "CacheGroup", "FullAttention", "SlidingWindow", "make_groups"]

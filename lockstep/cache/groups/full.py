@@ -13,7 +13,7 @@ class FullAttention(CacheGroup):
 
     def reusable(self, nodes: Sequence[Node], length: int, key: Key) -> int:
         for index in range(pages_in(length, self.page_tokens)):
-            if key not in nodes[index].components:
+            if nodes[index].page(key) is None:
                 return index * self.page_tokens
         return length
 

@@ -24,7 +24,7 @@ class SlidingWindow(CacheGroup):
         # candidate is the hole's start, with the window before it to be seen to in turn.
         index = pages_in(length, self.page_tokens) - 1
         while index >= self.first_needed(length) and length:
-            if key not in nodes[index].components:
+            if nodes[index].page(key) is None:
                 length = index * self.page_tokens
             index -= 1
         return length
