@@ -5,8 +5,9 @@ low-rank adapters of its own, and ends in a small head. Its folder holds `branch
 read and written here, and `branch.safetensors`, which `weights` reads.
 
 Tensors: `layers.{i}.{target}.lora_A` [rank, K] and `.lora_B` [N, rank] for every i in
-[fork, exit) and every target, `norm.weight` [D], `head.weight` [outputs, D], and `head.bias`
-[outputs]; float32. A weight's delta is B A times `scale` (Hu et al. 2021).
+[fork, exit) and every target, `norm.weight` [D] (by which the head's normed row is multiplied,
+in every family), `head.weight` [outputs, D], and `head.bias` [outputs]; float32. A weight's
+delta is B A times `scale` (Hu et al. 2021).
 """
 
 from __future__ import annotations

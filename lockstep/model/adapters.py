@@ -91,14 +91,15 @@ class BranchHead(Module):
     """Norm, linear map and bias of a branch: hidden rows [R, D] to float32 [R, outputs].
 
     In float32 from the stored rows on, whatever the model's dtype: they are few, and a
-    decision near its threshold is worth the digits. The norm is of the family's own kind.
+    decision near its threshold is worth the digits. The norm multiplies by its weight in
+    every family, in those too whose own norms multiply by 1 + weight.
     """
 
     def __init__(self, model: DecoderModel, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.backend: Backend = model.backend
         weight = tensors["norm.weight"].float().to(self.backend.device)
-        self.norm = RMSNorm(self.backend, weight, model.eps, model.unit_offset)
+        self.norm = RMSNorm(self.backend, weight, model.eps)
         self.weight = self.backend.pack(tensors["head.weight"].float())
         self.bias = tensors["head.bias"].float().to(self.backend.device)
 

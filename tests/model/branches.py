@@ -43,7 +43,7 @@ def random_tensors(model: DecoderModel, branch: Branch, seed: int = 0) -> dict[s
     for name, shape in tensor_shapes(model, branch).items():
         noise = torch.randn(shape, generator=generator)
         if name == "norm.weight":
-            tensors[name] = (0.0 if model.unit_offset else 1.0) + 0.3 * noise
+            tensors[name] = 1.0 + 0.3 * noise
         else:
             tensors[name] = (0.3 if "lora" in name else 0.15) * noise
     return tensors
@@ -96,7 +96,5 @@ def reference_scores(
             hook.remove()
     row = found[0].reshape(-1, found[0].shape[-1])[-1]
     normed = row * torch.rsqrt(row.pow(2).mean() + oracle.config.rms_norm_eps)
-    offset = 1.0 if "gemma3" in oracle.config.model_type else 0.0
-    normed = normed * (offset + tensors["norm.weight"])
-    scores: Tensor = tensors["head.weight"] @ normed + tensors["head.bias"]
-    return scores
+    scores: Tensor = tensors["head.weight"] @ (normed * tensors["norm.weight"])
+    return scores + tensors["head.bias"]
