@@ -13,12 +13,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import uvicorn
 
 from lockstep.async_llm import AsyncLLM
+from lockstep.branch import Branch
 from lockstep.config import EngineConfig, ServerConfig
 from lockstep.engine.client import EngineClient
 from lockstep.engine.loop import Engine
@@ -28,6 +29,7 @@ from lockstep.text import Tokenizer
 from lockstep.text.grammar_matcher import GrammarCompiler
 from lockstep.types import ModelError
 from lockstep.weights import open_checkpoint
+from tests.branch_fake import BranchExecutor
 from tests.fakes import FakeExecutor
 
 FACTORY = "tests.server.support:make_engine"
@@ -62,7 +64,7 @@ def make_engine(config: EngineConfig, progress: Callable[[str, float], None]) ->
     slow: a step takes 30 ms. tiny: a pool for ten short sequences. fails: a step with
     token id 13 in it raises. kills: a step with token id 14 kills the process. hangs: a
     step with token id 15 never ends. refuses, dies, raises: the start fails. speaks: the
-    model writes what the last message of the user says.
+    model writes what the last message of the user says. judged: branches can be loaded.
     """
     name = config.model.name
     progress("loading", 0.5)
@@ -77,7 +79,8 @@ def make_engine(config: EngineConfig, progress: Callable[[str, float], None]) ->
     if "dies" in name:
         time.sleep(0.3)  # what was sent before a death is only read if it got away
         os.kill(os.getpid(), signal.SIGKILL)
-    executor = FakeExecutor(
+    make = partial(BranchExecutor, judge=told) if "judged" in name else FakeExecutor
+    executor = make(
         vocab_size=49152,
         max_context=MAX_CONTEXT,
         num_slabs=20 if "tiny" in name else 1024,
@@ -87,7 +90,15 @@ def make_engine(config: EngineConfig, progress: Callable[[str, float], None]) ->
     )
     executor.keep_plans = False
     grammars = GrammarCompiler(smollm2_tokenizer, executor.vocab_size)
-    return Engine(executor, config.scheduler, config.cache, grammars=grammars)
+    return Engine(
+        executor, config.scheduler, config.cache, grammars=grammars, branches=config.branches
+    )
+
+
+def told(tokens: Sequence[int], begins: int, branch: Branch) -> tuple[float, ...]:
+    """What a fake branch says: 2 for every time that an option's name stands in what it reads."""
+    text = smollm2_tokenizer().decode(list(tokens))
+    return tuple(2.0 * text.count(option) for option in branch.options)
 
 
 def _bad(name: str, token: int) -> bool:
@@ -98,7 +109,9 @@ def _bad(name: str, token: int) -> bool:
     return token == 13 and "fails" in name
 
 
-def fake_client(name: str = "parrot", hang_seconds: float = 600.0, **settings: int) -> EngineClient:
+def fake_client(
+    name: str = "parrot", hang_seconds: float = 600.0, **settings: object
+) -> EngineClient:
     return EngineClient(
         engine_config(name, **settings),  # type: ignore[arg-type]
         factory=FACTORY,
@@ -107,7 +120,7 @@ def fake_client(name: str = "parrot", hang_seconds: float = 600.0, **settings: i
     )
 
 
-def fake_llm(name: str = "parrot", hang_seconds: float = 600.0, **settings: int) -> AsyncLLM:
+def fake_llm(name: str = "parrot", hang_seconds: float = 600.0, **settings: object) -> AsyncLLM:
     return AsyncLLM.from_client(fake_client(name, hang_seconds, **settings), smollm2_tokenizer())
 
 
