@@ -48,11 +48,14 @@ def parrot(history: Sequence[int], prompt_len: int, position: int) -> int:
 
 
 def speaker(history: Sequence[int], prompt_len: int, position: int) -> int:
-    """Writes what the last message of the user says, special tokens too."""
+    """Writes what the last message of the user says, special tokens too; without messages as
+    the parrot."""
     begin, end = (smollm2_tokenizer().token_id(name) for name in ("<|im_start|>", "<|im_end|>"))
     assert begin is not None
     assert end is not None
     begins = [index for index, token in enumerate(history[:prompt_len]) if token == begin]
+    if len(begins) < 2:
+        return parrot(history, prompt_len, position)
     said = history[begins[-2] + 3 : begins[-1]]  # behind the role and its line break
     said = said[: list(said).index(end)]
     return said[position] if position < len(said) else end

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from lockstep.decisions import GateSpec
+from lockstep.decisions import GateSpec, Question
 from lockstep.decisions.questions import MAX_OPTIONS
 from lockstep.server.protocol.body import Body
 from lockstep.server.protocol.questions import QuestionBody, question_of
@@ -44,6 +44,7 @@ class GateBody(Body):
         question = None
         if self.question is not None:
             question = question_of(self.question, "gate.question")
+            _check_texts(question)
         with gate_words():
             return GateSpec(
                 self.continue_if,
@@ -53,6 +54,16 @@ class GateBody(Body):
                 options=self.options or (),
                 threshold=self.threshold or {},
             )
+
+
+def _check_texts(question: Question) -> None:
+    """Refuse options that read alike: replies and thresholds name them by their text."""
+    seen: set[str] = set()
+    for option in question.options:
+        if option.text in seen:
+            field = f"gate.question.{'choices' if question.kind == 'choice' else 'levels'}"
+            raise RequestError(f"{field}: two of them read {option.text!r}", field=field)
+        seen.add(option.text)
 
 
 @contextmanager
