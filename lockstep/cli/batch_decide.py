@@ -261,9 +261,12 @@ def _told(out: Path, summary: Summary, seconds: float) -> list[str]:
         lines.append(f"{totals.failed.total()} errors: {codes}")
     new = totals.rows - summary.resumed
     lines.append(
-        f"{totals.wrote} texts, {totals.completion_tokens} tokens; {totals.prompt_tokens} tokens "
-        f"read, of these {totals.cached_tokens} from the prefix cache"
+        f"{totals.wrote} texts of {totals.completion_tokens} tokens; {totals.prompt_tokens} tokens "
+        "of prompts and questions"
     )
-    before = f", {summary.resumed} rows from before" if summary.resumed else ""
-    lines.append(f"{new} rows in {seconds:.1f} s, loading included{before}")
+    before = f", {summary.resumed} from before" if summary.resumed else ""
+    lines.append(
+        f"{new} rows in {seconds:.1f} s, loading included; {summary.cached_tokens} tokens came "
+        f"from the prefix cache{before}"
+    )
     return lines

@@ -35,15 +35,15 @@ class Failure(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Tokens of the row's prompt, of these from the prefix cache, and of what was written."""
+    """Tokens of the row's prompt, the question included, and of what was written."""
 
     prompt_tokens: int
-    cached_tokens: int
     completion_tokens: int
 
 
 class Result(msgspec.Struct, omit_defaults=True):
-    """One row of the output: a decision and what was written, or an error.
+    """One row of the output: a decision and what was written, or an error. Nothing in it
+    depends on when, or with which other rows, it was computed.
 
     Attributes:
         line: number of the input line, from 1. id: the row's own.
@@ -80,7 +80,7 @@ class Result(msgspec.Struct, omit_defaults=True):
             source=decision.source,
             text=completion.text,
             finish_reason=str(completion.finish_reason),
-            usage=Usage(prompt_tokens, completion.cached_tokens, len(completion.token_ids)),
+            usage=Usage(prompt_tokens, len(completion.token_ids)),
         )
 
     @classmethod
@@ -102,7 +102,7 @@ class Totals:
     Attributes:
         rows: all of them. failed: those with an error, by code.
         decisions: rows by option. wrote: rows with a text.
-        prompt_tokens, cached_tokens, completion_tokens: of all rows.
+        prompt_tokens, completion_tokens: of all rows.
     """
 
     rows: int = 0
@@ -110,7 +110,6 @@ class Totals:
     decisions: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
-    cached_tokens: int = 0
     completion_tokens: int = 0
 
     def add(self, result: Result) -> None:
@@ -124,7 +123,6 @@ class Totals:
         self.wrote += result.finish_reason != "gate"
         if result.usage is not None:
             self.prompt_tokens += result.usage.prompt_tokens
-            self.cached_tokens += result.usage.cached_tokens
             self.completion_tokens += result.usage.completion_tokens
 
 

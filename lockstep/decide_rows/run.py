@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from lockstep.decide_rows.results import Result, Results, Totals
 from lockstep.decide_rows.rows import BadRow, Row, Rows
@@ -67,10 +68,19 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """`totals` of the whole output, of which an earlier call left `resumed` rows."""
+    """`totals` of the whole output, of which an earlier call left `resumed` rows; of this call
+    the `cached_tokens` of its prompts, which came from the prefix cache."""
 
     totals: Totals
     resumed: int
+    cached_tokens: int
+
+
+class _Answered(NamedTuple):
+    """A row of the output; of its prompt the tokens that came from the prefix cache."""
+
+    result: Result
+    cached_tokens: int = 0
 
 
 async def decide_file(run: Run, progress: Progress) -> Summary:
@@ -97,18 +107,21 @@ async def decide_file(run: Run, progress: Progress) -> Summary:
             )
     with Results(part) as results:
         resumed = results.totals.rows
-        await _work(run, results, lambda: progress(results.last / max(1, lines), results.totals))
+        cached = await _work(
+            run, results, lambda: progress(results.last / max(1, lines), results.totals)
+        )
     if not results.totals.rows:
         part.unlink()
         raise RequestError(f"{run.rows.path} has no rows", field="file")
     part.rename(run.out)
     _sync(run.out.absolute().parent)
-    return Summary(results.totals, resumed)
+    return Summary(results.totals, resumed, cached)
 
 
-async def _work(run: Run, results: Results, advanced: Callable[[], None]) -> None:
-    pending: deque[tuple[int, asyncio.Task[Result]]] = deque()  # with the bytes of its line
-    done, held = results.last, 0
+async def _work(run: Run, results: Results, advanced: Callable[[], None]) -> int:
+    """Tokens of the prompts that came from the prefix cache."""
+    pending: deque[tuple[int, asyncio.Task[_Answered]]] = deque()  # with the bytes of its line
+    done, held, cached = results.last, 0, 0
     with closing(run.rows.lines()) as lines:
         rest = ((number, text) for number, text in lines if number > done)
         try:
@@ -122,10 +135,12 @@ async def _work(run: Run, results: Results, advanced: Callable[[], None]) -> Non
                     held += size
                     pending.append((size, asyncio.create_task(_answer(run, *line))))
                 if not pending:
-                    return
+                    return cached
                 size, first = pending[0]
                 await asyncio.wait({first})
-                results.append(first.result())
+                result, more = first.result()
+                results.append(result)
+                cached += more
                 pending.popleft()
                 held -= size
                 advanced()
@@ -136,27 +151,29 @@ async def _work(run: Run, results: Results, advanced: Callable[[], None]) -> Non
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _answer(run: Run, line: int, text: bytes | None) -> Result:
+async def _answer(run: Run, line: int, text: bytes | None) -> _Answered:
     """The row of the output, whatever the line holds."""
     own = None
     try:
         row = run.rows.parse(line, text)
         own = row.id
         done = await _patiently(run, row)
-        return Result.of(row, done.answer, done.prompt_tokens)
+        return _Answered(
+            Result.of(row, done.answer, done.prompt_tokens), done.answer.completion.cached_tokens
+        )
     except BadRow as error:
-        return Result.failed(line, error.id, error, error.code)
+        return _Answered(Result.failed(line, error.id, error, error.code))
     except RequestError as error:
-        return Result.failed(line, own, error, error.code)
+        return _Answered(Result.failed(line, own, error, error.code))
     except GenerationError as error:
-        return Result.failed(line, own, error, "engine_error")
+        return _Answered(Result.failed(line, own, error, "engine_error"))
     except EngineUnavailable as error:
         if error.retry_after is None:
             raise
-        return Result.failed(line, own, error, "engine_error")
+        return _Answered(Result.failed(line, own, error, "engine_error"))
     except Exception as error:  # a defect; the others still get their rows
         log.exception("line %d", line)
-        return Result.failed(line, own, error, "internal_error")
+        return _Answered(Result.failed(line, own, error, "internal_error"))
 
 
 async def _patiently(run: Run, row: Row) -> Decided:

@@ -57,7 +57,7 @@ def test_one_row_each_in_order_with_what_came_of_it(tmp_path: Path) -> None:
     assert totals.wrote == totals.decisions["write"]
     assert totals.prompt_tokens == sum(row["usage"]["prompt_tokens"] for row in found)
     assert totals.completion_tokens == sum(row["usage"]["completion_tokens"] for row in found)
-    assert totals.cached_tokens == 3 * 31
+    assert summary.cached_tokens == 3 * 31
     assert not list(tmp_path.glob("*.part"))
 
 
