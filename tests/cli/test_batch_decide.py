@@ -48,7 +48,7 @@ def results(path: Path) -> list[dict[str, Any]]:
 def test_killed_and_called_again_it_gives_the_rows_of_one_call(tmp_path: Path) -> None:
     """K04 on the way: an overlong row and a line that is no row are two error rows."""
     source, out, whole = (tmp_path / f"{name}.jsonl" for name in ("in", "out", "whole"))
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows(60)) + "no json\n")
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows(30)) + "no json\n")
 
     process = subprocess.Popen(command(source, out), stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -61,7 +61,7 @@ def test_killed_and_called_again_it_gives_the_rows_of_one_call(tmp_path: Path) -
     again = finished(command(source, out))
     assert again.returncode == 1, again.stderr
     assert again.stdout == ""
-    assert "61 rows: " in again.stderr
+    assert "31 rows: " in again.stderr
     assert "2 errors: " in again.stderr
     assert "from before" in again.stderr
 
@@ -69,12 +69,12 @@ def test_killed_and_called_again_it_gives_the_rows_of_one_call(tmp_path: Path) -
     assert "from before" not in once.stderr
     assert out.read_bytes() == whole.read_bytes()
     found = results(out)
-    assert [row["line"] for row in found] == list(range(1, 62))
+    assert [row["line"] for row in found] == list(range(1, 32))
     codes = {row["line"]: row["error"]["code"] for row in found if "error" in row}
-    assert codes == {8: "context_length_exceeded", 61: "invalid_json"}
+    assert codes == {8: "context_length_exceeded", 31: "invalid_json"}
 
     with LLM("smollm2", threads=1, max_context=256, cache_bytes=64 << 20, progress=False) as llm:
-        for row, given in list(zip(found, rows(60), strict=False))[:4]:
+        for row, given in list(zip(found, rows(30), strict=False))[:4]:
             decision = llm.decide_prefix(given["text"], PREFIX, ["write", "skip"])
             assert (row["decision"], row["mass"]) == (decision.value, decision.mass)
             assert tuple(row["probabilities"].values()) == decision.probabilities
