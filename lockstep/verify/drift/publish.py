@@ -6,17 +6,39 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 from prometheus_client import CollectorRegistry, start_http_server, write_to_textfile
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lockstep.types import LockstepError
-from lockstep.verify.drift.monitor import Monitor, State, Status
+from lockstep.verify.drift.monitor import Replica, State, Status
+from lockstep.verify.drift.routing import Routing
+from lockstep.verify.drift.sequential import Wealth
 
 PREFIX = "lockstep_watch_"
 KEPT = 100  # messages to a webhook that does not answer
+
+
+class Watched(Protocol):
+    """What a monitor tells, see `Monitor`."""
+
+    rounds: int
+    answered: int
+    unread_total: int
+    replicas: dict[str, Replica]
+    routing: Routing
+
+    @property
+    def unreadable(self) -> bool:
+        """Whether answers are missing now."""
+
+    def wealths(self) -> dict[str, Wealth]:
+        """Evidence by stream."""
+
+    def status(self) -> Status:
+        """The state as of the last round."""
 
 
 class Metrics:
@@ -26,7 +48,7 @@ class Metrics:
         now: seconds since the epoch.
     """
 
-    def __init__(self, monitor: Monitor, now: Callable[[], float]) -> None:
+    def __init__(self, monitor: Watched, now: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
         self._monitor = monitor
         self._now = now
@@ -144,6 +166,36 @@ class Webhook:
                 return
             self.failure = ""
             self._pending.popleft()
+
+
+class Publisher:
+    """Everybody who is told of a round.
+
+    Args:
+        metrics: of the monitor whose rounds these are.
+        textfile: rewritten after every round.
+    """
+
+    def __init__(
+        self, metrics: Metrics, textfile: Path | None = None, webhook: Webhook | None = None
+    ) -> None:
+        self.metrics = metrics
+        self._textfile = textfile
+        self._webhook = webhook
+
+    async def tell(self, status: Status, time: str) -> str:
+        """Tell all; returns what went wrong, "" if nothing did."""
+        self.metrics.observed()
+        failures = []
+        if self._textfile is not None:
+            try:
+                self.metrics.write(self._textfile)
+            except OSError as error:  # a full disk must not end the watch
+                failures.append(f"textfile: {error}")
+        if self._webhook is not None:
+            await self._webhook.tell(status, time)
+            failures.append(self._webhook.failure)
+        return "; ".join(filter(None, failures))
 
 
 def message(status: Status, source: str, before: State, time: str) -> dict[str, Any]:

@@ -76,9 +76,9 @@ def advance(log_sums: Floats, rounds: int, log_factors: Floats) -> Floats:
     """One round's bets.
 
     Args:
-        log_sums: float64 [..., COMPONENTS], wealth of the starts so far; -inf at first.
+        log_sums: float64 [..., components], wealth of the starts so far; -inf at first.
         rounds: how many rounds came before this one.
-        log_factors: float64 [..., COMPONENTS], see `log_bets`.
+        log_factors: float64 [..., components], see `log_bets`.
 
     Returns:
         The next `log_sums`.
@@ -89,7 +89,7 @@ def advance(log_sums: Floats, rounds: int, log_factors: Floats) -> Floats:
 
 def log_wealth(log_sums: Floats, rounds: int) -> Floats:
     """Log of the e-value after that many rounds, float64 [...]; 0 at the beginning."""
-    mean = np.logaddexp.reduce(log_sums, axis=-1) - np.log(COMPONENTS)
+    mean = np.logaddexp.reduce(log_sums, axis=-1) - np.log(log_sums.shape[-1])
     return np.asarray(np.logaddexp(mean, np.log(reserve(rounds))))
 
 
@@ -102,15 +102,26 @@ def tie_breaker(stream: str, index: int) -> float:
 class Wealth:
     """An e-process. Mutable; owned by whoever bets.
 
+    Args:
+        log_sums: of one that goes on; empty begins one.
+        components: how many bets are mixed.
+
     Attributes:
         rounds: bets so far.
         peak: largest log wealth so far.
     """
 
-    def __init__(self, log_sums: Sequence[float] = (), rounds: int = 0, peak: float = 0.0) -> None:
+    def __init__(
+        self,
+        log_sums: Sequence[float] = (),
+        rounds: int = 0,
+        peak: float = 0.0,
+        *,
+        components: int = COMPONENTS,
+    ) -> None:
         self.rounds = rounds
         self.peak = peak
-        self._log_sums = np.full(COMPONENTS, -np.inf)
+        self._log_sums = np.full(components, -np.inf)
         if log_sums:
             self._log_sums[:] = log_sums
 
@@ -131,7 +142,7 @@ class Wealth:
         Several count by their mean, which is a bet as well.
 
         Args:
-            log_factors: float64 [COMPONENTS] each.
+            log_factors: float64 [components] each.
         """
         mean = np.logaddexp.reduce(np.stack(log_factors), axis=0) - np.log(len(log_factors))
         self._log_sums = advance(self._log_sums, self.rounds, mean)

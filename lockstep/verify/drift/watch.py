@@ -12,7 +12,7 @@ from pathlib import Path
 from lockstep.verify.drift.baseline import Answered, Round
 from lockstep.verify.drift.monitor import Monitor, Status
 from lockstep.verify.drift.probes import Probe
-from lockstep.verify.drift.publish import Metrics, Webhook
+from lockstep.verify.drift.publish import Publisher
 from lockstep.verify.drift.replica import ask
 from lockstep.verify.endpoint import Source
 
@@ -64,6 +64,7 @@ class Watch:
         interval: seconds between rounds. confirm: the same once a stream is suspicious. When
             to look is free: the false-alarm rate holds however the times are chosen.
         state_file: written after every round, so that a restart goes on.
+        tell: called with each round's status and what went wrong in telling others.
     """
 
     source: Source
@@ -73,10 +74,8 @@ class Watch:
     confirm: float = CONFIRM
     concurrency: int = CONCURRENCY
     state_file: Path | None = None
-    metrics: Metrics | None = None
-    textfile: Path | None = None
-    webhook: Webhook | None = None
-    tell: Callable[[Status], None] = lambda status: None
+    publisher: Publisher | None = None
+    tell: Callable[[Status, str], None] = lambda status, failure: None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
     async def run(self, count: int = 0) -> Status:
@@ -96,11 +95,6 @@ class Watch:
         status = self.monitor.observe(each)
         if self.state_file is not None:
             self.monitor.save(self.state_file)
-        if self.metrics is not None:
-            self.metrics.observed()
-            if self.textfile is not None:
-                self.metrics.write(self.textfile)
-        if self.webhook is not None:
-            await self.webhook.tell(status, now())
-        self.tell(status)
+        failure = "" if self.publisher is None else await self.publisher.tell(status, now())
+        self.tell(status, failure)
         return status

@@ -1,0 +1,223 @@
+"""`lockstep verify watch`, `provider` and `quality`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lockstep.cli.verify import key_from, require_extra
+
+if TYPE_CHECKING:
+    from lockstep.verify.drift.baseline import Baseline
+    from lockstep.verify.drift.monitor import Monitor, Status
+    from lockstep.verify.drift.passive import PassiveMonitor
+    from lockstep.verify.drift.publish import Publisher, Watched
+    from lockstep.verify.endpoint import Endpoint
+
+EXIT_CODES = {"ok": 0, "changed": 1, "unreadable": 3}
+
+_TELL = "Whom to tell"
+Url = Annotated[str, typer.Argument(help="The API's base, e.g. http://localhost:8000/v1.")]
+ModelOption = Annotated[str, typer.Option("--model", help="As requests name it; asked if empty.")]
+KeyOption = Annotated[
+    str, typer.Option("--api-key-env", help="Environment variable that holds the API key.")
+]
+Timeout = Annotated[float, typer.Option(help="Seconds that one request may take.")]
+Concurrency = Annotated[int, typer.Option(help="Requests at once.")]
+
+
+def watch(
+    url: Url,
+    baseline: Annotated[
+        Path, typer.Option(help="The file of a good day; made first where there is none.")
+    ] = Path("baseline.json"),
+    state: Annotated[
+        Path | None, typer.Option(help="What is known so far; by default beside the baseline.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Stop after so many; 0 never stops.")] = 0,
+    interval: Annotated[float, typer.Option(help="Seconds between rounds.")] = 3600.0,
+    confirm: Annotated[
+        float, typer.Option(help="Seconds to the next round after a suspicious one.")
+    ] = 30.0,
+    alpha: Annotated[
+        float, typer.Option(help="The chance that an unchanged server ever causes an alarm.")
+    ] = 0.01,
+    exact: Annotated[
+        bool,
+        typer.Option(help="Equal requests get equal answers here, so any difference is a change."),
+    ] = False,
+    baseline_rounds: Annotated[int, typer.Option(help="Rounds of a new baseline.")] = 64,
+    passive: Annotated[
+        bool, typer.Option(help="Ask nothing: read the counters at /metrics of the server.")
+    ] = False,
+    also: Annotated[
+        list[str] | None, typer.Option(help="With --passive: a further server; may be repeated.")
+    ] = None,
+    learn: Annotated[
+        int, typer.Option(help="With --passive: events from which a rate learns what is normal.")
+    ] = 500,
+    model: ModelOption = "",
+    api_key_env: KeyOption = "",
+    timeout: Timeout = 120.0,
+    concurrency: Concurrency = 4,
+    replica_header: Annotated[
+        str, typer.Option(help="The header of replies that names the replica.")
+    ] = "",
+    metrics_port: Annotated[
+        int, typer.Option(help="Prometheus metrics on this port.", rich_help_panel=_TELL)
+    ] = 0,
+    textfile: Annotated[
+        Path | None,
+        typer.Option(help="Prometheus metrics as a text file.", rich_help_panel=_TELL),
+    ] = None,
+    webhook: Annotated[
+        str, typer.Option(help="POST a JSON message for what is new.", rich_help_panel=_TELL)
+    ] = "",
+) -> None:
+    """Has a server changed since a good day? Asks thirty short questions a round.
+
+    With --rounds it ends with status 0 for ok, 1 for changed, 3 for unreadable.
+    """
+    require_extra()
+    import httpx
+
+    from lockstep.verify.drift.monitor import Monitor
+    from lockstep.verify.drift.passive import PassiveWatch
+    from lockstep.verify.drift.probes import default_probes
+    from lockstep.verify.drift.publish import Metrics, Publisher, Webhook
+    from lockstep.verify.drift.replica import HEADERS, ReplicaTransport
+    from lockstep.verify.drift.watch import Watch
+    from lockstep.verify.endpoint import Endpoint
+
+    key = key_from(api_key_env)
+
+    async def run(stack: ExitStack) -> Status:
+        async with httpx.AsyncClient(timeout=30.0) as client:
+            hook = Webhook(webhook, url, client) if webhook else None
+
+            def publish(monitor: Watched) -> Publisher:
+                metrics = Metrics(monitor, time.time)
+                if metrics_port:
+                    stack.callback(metrics.serve(metrics_port))
+                return Publisher(metrics, textfile, hook)
+
+            if passive:
+                path = state or Path("passive-state.json")
+                counters = _counters(alpha, learn, path)
+                if key:
+                    client.headers["Authorization"] = f"Bearer {key}"
+                reading = PassiveWatch(
+                    [url, *(also or [])],
+                    client,
+                    counters,
+                    interval,
+                    path,
+                    publish(counters),
+                    lambda status, failure: _say_counters(status, counters, failure),
+                )
+                return await reading.run(rounds)
+            transport = ReplicaTransport(headers=[replica_header] if replica_header else HEADERS)
+            async with Endpoint(
+                url, model, key, timeout, connections=concurrency, transport=transport
+            ) as endpoint:
+                await endpoint.model()
+                known = await _baseline(endpoint, baseline, baseline_rounds, concurrency)
+                path = state or baseline.with_suffix(".state.json")
+                monitor = Monitor(default_probes(), known, alpha=alpha, exact=exact)
+                if path.exists():
+                    monitor.load(path)
+                asking = Watch(
+                    endpoint,
+                    default_probes(),
+                    monitor,
+                    interval,
+                    confirm,
+                    concurrency,
+                    path,
+                    publish(monitor),
+                    lambda status, failure: _say(status, monitor, failure),
+                )
+                return await asking.run(rounds)
+
+    with ExitStack() as stack:
+        status = asyncio.run(run(stack))
+    raise typer.Exit(EXIT_CODES[status.state.value])
+
+
+async def _baseline(endpoint: Endpoint, path: Path, count: int, concurrency: int) -> Baseline:
+    """The file's, or a new one."""
+    from lockstep.progress import progress_bar, wanted
+    from lockstep.verify.drift.baseline import Baseline, take_baseline
+    from lockstep.verify.drift.probes import default_probes
+    from lockstep.verify.drift.watch import now, rounds
+
+    probes = default_probes()
+    if path.exists():
+        return Baseline.load(path, probes)
+    with progress_bar(wanted(None), "baseline", 1.0) as advance:
+        known = await take_baseline(
+            rounds(endpoint, probes, concurrency),
+            probes,
+            count,
+            endpoint.name,
+            now(),
+            lambda done: advance(done / count, f"baseline, {done} of {count} rounds"),
+        )
+    known.save(path)
+    steady = (
+        "no answer differed from round to round, so --exact may be used"
+        if known.steady
+        else "answers differ from round to round, which is taken as normal"
+    )
+    typer.echo(f"baseline of {known.source} in {path}: {count * len(probes)} answers; {steady}")
+    return known
+
+
+def _counters(alpha: float, learn: int, path: Path) -> PassiveMonitor:
+    from lockstep.verify.drift.passive import PassiveMonitor
+
+    monitor = PassiveMonitor(alpha=alpha, learn=learn)
+    if path.exists():
+        monitor.load(path)
+    return monitor
+
+
+def _say(status: Status, monitor: Monitor, failure: str) -> None:
+    from lockstep.verify.drift.publish import describe
+    from lockstep.verify.drift.watch import now
+    from lockstep.verify.statistics import percent
+
+    typer.echo(f"{now()} round {status.round}: {describe(status)}")
+    if status.changed:
+        for name, (share, low, high) in monitor.shares().items():
+            typer.echo(
+                f"  replica {name}: {percent(share)} of {monitor.replicas[name].readings} answers "
+                f"unlike the baseline ({percent(low)} to {percent(high)})"
+            )
+    stickiness = monitor.routing.stickiness
+    if stickiness is not None and stickiness > 0.5:
+        typer.echo(f"  routing is sticky ({stickiness:.2f}): probes see only some replicas")
+    if failure:
+        typer.echo(f"  {failure}", err=True)
+
+
+def _say_counters(status: Status, monitor: PassiveMonitor, failure: str) -> None:
+    from lockstep.verify.drift.publish import describe
+    from lockstep.verify.drift.watch import now
+
+    learning = len(monitor.learning)
+    more = f"; {learning} of {len(monitor.rates)} rates still learn" if learning else ""
+    typer.echo(f"{now()} scrape {status.round}: {describe(status)}{more}")
+    if failure:
+        typer.echo(f"  {failure}", err=True)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Put the commands of this file under `lockstep verify`."""
+    for command in (watch,):
+        app.command()(command)
