@@ -79,11 +79,11 @@ class Scheduler(Filling):
         if self._under_way:
             raise LockstepError("cancel() called before the last plan's complete() or fail()")
         outputs = []
-        for sequence in list(self.requests.get(request_id, ())):
-            if choice is None or sequence.choice == choice:
-                self._counts["cancelled"] += 1
-                leaves = sequence if choice is None else self._leaver(sequence)
-                outputs.append(self._end(leaves, FinishReason.CANCELLED))
+        live = self.requests.get(request_id, ())
+        for sequence in [s for s in live if choice is None or s.choice == choice]:
+            self._counts["cancelled"] += 1
+            leaves = sequence if choice is None else self._leaver(sequence)
+            outputs.append(self._end(leaves, FinishReason.CANCELLED))
         self._let_tails_go()
         return outputs
 

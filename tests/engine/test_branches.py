@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.branch import BranchError
+from lockstep.branch import Adapt, BranchError
 from lockstep.config import BranchOptions, CacheConfig, ConfigError, SchedulerConfig
 from lockstep.engine.loop import Engine
 from lockstep.types import FinishReason, LayerGroup, Request, RequestError, SamplingParams
@@ -28,20 +28,18 @@ QUESTION = [501, 502, 503, 504, 505]
 
 def judged(
     tmp_path: Path,
-    *adapts: str,
+    *adapts: Adapt,
     groups: tuple[LayerGroup, ...] = FULL,
     keep: bool = True,
     slabs: int = 256,
     **options: Any,
 ) -> Engine:
     """An engine with a branch of each of these kinds, named after it (and its number)."""
-    folders = {
-        f"{adapt}{i or ''}": make_branch(
-            tmp_path, f"{adapt}{i or ''}", fork=FORK, exit_=EXIT, adapt=adapt
-        )  # type: ignore[arg-type]
-        for i, adapt in enumerate(adapts)
-    }
-    config = BranchOptions(load=tuple(folders.items()), **options)  # type: ignore[arg-type]
+    folders = {}
+    for index, adapt in enumerate(adapts):
+        name = f"{adapt}{index or ''}"
+        folders[name] = make_branch(tmp_path, name, fork=FORK, exit_=EXIT, adapt=adapt)
+    config = BranchOptions(load=tuple(folders.items()), **options)
     executor = BranchExecutor(
         folders=list(folders.values()),
         keep_activations=config.keep_activations,
@@ -95,7 +93,7 @@ def spent(target: Engine, *work: Request) -> int:
 @pytest.mark.parametrize("adapt", ["suffix", "context"])
 @pytest.mark.parametrize("options", [{}, {"depth": "exit"}, {"keep_activations": True}])
 def test_a_head_tells_what_its_rows_say(
-    tmp_path: Path, adapt: str, groups: tuple[LayerGroup, ...], options: dict[str, Any]
+    tmp_path: Path, adapt: Adapt, groups: tuple[LayerGroup, ...], options: dict[str, Any]
 ) -> None:
     target = judged(tmp_path, adapt, groups=groups, **options)
     for length in (1, 15, 16, 17, 100, 500):
@@ -116,7 +114,7 @@ def test_a_head_tells_what_its_rows_say(
     ],
 )
 def test_what_a_cold_decision_costs(
-    tmp_path: Path, adapt: str, options: dict[str, Any], layers: int
+    tmp_path: Path, adapt: Adapt, options: dict[str, Any], layers: int
 ) -> None:
     target = judged(tmp_path, adapt, **options)
     cost = spent(target, ask("d", CONTEXT, QUESTION, adapt))
@@ -200,7 +198,7 @@ def test_a_tail_that_is_kept_is_better_than_activations(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("activations", [False, True])
 def test_many_questions_read_their_context_once(
-    tmp_path: Path, adapt: str, keep: bool, activations: bool
+    tmp_path: Path, adapt: Adapt, keep: bool, activations: bool
 ) -> None:
     target = judged(tmp_path, adapt, keep=keep, keep_activations=activations)
     asked = [ask(f"q{i}", CONTEXT, [600 + i, 700], adapt) for i in range(12)]
