@@ -13,6 +13,7 @@ import typer
 if TYPE_CHECKING:
     from lockstep.verify.compare import Comparison
     from lockstep.verify.endpoint import Endpoint
+    from lockstep.verify.noise import Noise, Plan
     from lockstep.verify.report import Report
     from lockstep.verify.rule import EndpointRule, Rule
 
@@ -82,6 +83,72 @@ async def _compare(rule: Rule, a: Endpoint, b: Endpoint) -> Comparison:
             return await run(
                 rule, a, b, lambda done, of: advance(done / of, f"{done} of {of} answers")
             )
+
+
+@app.command()
+def noise(
+    url: Annotated[str, typer.Argument(help="The API's base, e.g. http://localhost:8000/v1.")],
+    model: Annotated[str, typer.Option(help="Its name there, where several are served.")] = "",
+    key: Annotated[str, typer.Option(help="Environment variable that holds the API key.")] = "",
+    requests: Annotated[
+        Path | None, typer.Option(help="JSON lines of requests, by default built-in questions.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=2, help="How many built-in questions.")] = 24,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of their answers.")] = 48,
+    completions: Annotated[
+        bool, typer.Option("--completions", help="Ask them as plain prompts, without a template.")
+    ] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each condition.")] = 3,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once in a crowd.")] = 16,
+    prefills: Annotated[
+        int, typer.Option(min=0, help="Clients that send long prompts beside the crowd.")
+    ] = 2,
+    prefill_words: Annotated[int, typer.Option(min=1, help="Words of a long prompt.")] = 800,
+    timeout: Annotated[float, typer.Option(help="Seconds of one answer.")] = 120.0,
+    ledger: LedgerPath = DEFAULT_LEDGER,
+    report: ReportPath = None,
+) -> None:
+    """How far does a deployment differ from itself? Exactly zero on Lockstep.
+
+    Ends with status 0 for zero, 1 for any difference, 2 where failures leave it open.
+    """
+    require_extra()
+    import secrets
+
+    from lockstep.verify.endpoint import Endpoint
+    from lockstep.verify.ledger import Ledger
+    from lockstep.verify.noise import Plan, questions
+    from lockstep.verify.noise_report import figures, reason_of, report_of
+    from lockstep.verify.rule import Sampling, items_of, read_requests
+
+    if requests is None:
+        nonce = secrets.token_hex(4)
+        items = questions(nonce, count=count, max_tokens=max_tokens, chat=not completions)
+    else:
+        items = items_of(read_requests(requests), Sampling(logprobs=1))
+    plan = Plan(items, repeats, concurrency, prefills, prefill_words, fresh=requests is None)
+    endpoint = Endpoint(url, model, key_from(key), timeout, connections=concurrency + prefills)
+    with Ledger(ledger).run("noise", rule=plan.hash, subject=endpoint.name) as run:
+        found = asyncio.run(_noise(plan, endpoint))
+        run.finish(found.verdict, figures(found), reason=reason_of(found))
+    show(report_of(found, endpoint.name), report)
+    raise typer.Exit({"zero": 0, "noisy": 1}.get(found.verdict, NO_VERDICT))
+
+
+async def _noise(plan: Plan, endpoint: Endpoint) -> Noise:
+    from dataclasses import replace
+
+    from lockstep.progress import progress_bar, wanted
+    from lockstep.verify.noise import measure, without_unknown
+
+    with progress_bar(wanted(None), "asking", 1.0) as advance:
+        async with endpoint:
+            found = await measure(
+                await without_unknown(plan, endpoint),
+                endpoint,
+                lambda done, of: advance(done / of, f"{done} of {of} answers"),
+            )
+    return replace(found, plan=plan)  # what was fixed beforehand
 
 
 @ledger_app.command("check")

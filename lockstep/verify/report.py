@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 Tone = Literal["good", "bad", "open", ""]
 TONES: Mapping[str, Tone] = {
     "pass": "good",
+    "zero": "good",
     "ok": "good",
     "fail": "bad",
+    "noisy": "bad",
     "changed": "bad",
     "error": "open",
     "undecidable": "open",
