@@ -7,12 +7,22 @@ must catch it wherever they run. All else is the native form, with fixed trees.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lockstep.kernels.contract import Activation, Weight
+from lockstep.kernels.contract import (
+    Activation,
+    LoraPair,
+    LoraRows,
+    LoraSet,
+    LoraWeight,
+    Weight,
+)
 from lockstep.kernels.cpu.native import NativeBackend
+from lockstep.kernels.lora import add_deltas, make_set, packed
 
 
 def slices(rows: int) -> int:
@@ -39,14 +49,24 @@ class RowSplitBackend(NativeBackend):
     def unpack(self, weight: Weight) -> Tensor:
         return weight.data.to(weight.dtype)
 
-    def logits(self, x: Tensor, weight: Weight) -> Tensor:
-        size = -(-weight.k // slices(len(x)))
-        total = torch.zeros(len(x), weight.n)
+    def pack_lora(self, pairs: Sequence[LoraPair], n: int, *, gated: bool = False) -> LoraWeight:
+        return packed(pairs, n, gated, lambda a, b, begin: (a, b))
+
+    def lora_set(self, weights: Sequence[LoraWeight | None]) -> LoraSet:
+        return make_set(weights, torch.empty(0))
+
+    @staticmethod
+    def _product(x: Tensor, matrix: Tensor) -> Tensor:
+        size = -(-matrix.shape[1] // slices(len(x)))
+        total = torch.zeros(len(x), matrix.shape[0])
         for part, columns in zip(
-            x.float().split(size, dim=1), weight.data.split(size, dim=1), strict=True
+            x.float().split(size, dim=1), matrix.float().split(size, dim=1), strict=True
         ):
             total += part @ columns.T
         return total
+
+    def logits(self, x: Tensor, weight: Weight) -> Tensor:
+        return self._product(x, weight.data)
 
     def linear(
         self,
@@ -55,16 +75,42 @@ class RowSplitBackend(NativeBackend):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        total = self.logits(x, weight)
-        out = (total if bias is None else total + bias.float()).to(x.dtype)
-        return out if residual is None else residual + out
+        return _finish(self.logits(x, weight), x.dtype, bias, residual)
 
     def gated_linear(self, x: Tensor, weight: Weight, activation: Activation) -> Tensor:
-        gate, up = self.linear(x, weight).chunk(2, dim=-1)
-        if activation == "silu":
-            return functional.silu(gate) * up
-        return functional.gelu(gate, approximate="tanh") * up
+        return _gate(self.logits(x, weight).to(x.dtype), activation)
+
+    def adapted_linear(
+        self,
+        x: Tensor,
+        weight: Weight,
+        lora: LoraRows,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        total = add_deltas(self.logits(x, weight), x, lora, self._product)
+        return _finish(total, x.dtype, bias, residual)
+
+    def adapted_gated_linear(
+        self, x: Tensor, weight: Weight, lora: LoraRows, activation: Activation
+    ) -> Tensor:
+        total = add_deltas(self.logits(x, weight), x, lora, self._product)
+        return _gate(total.to(x.dtype), activation)
 
     def embedding(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
         rows = functional.embedding(ids, weight.data).to(weight.dtype)
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
+
+
+def _finish(
+    total: Tensor, dtype: torch.dtype, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    out = (total if bias is None else total + bias.float()).to(dtype)
+    return out if residual is None else residual + out
+
+
+def _gate(both: Tensor, activation: Activation) -> Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    if activation == "silu":
+        return functional.silu(gate) * up
+    return functional.gelu(gate, approximate="tanh") * up

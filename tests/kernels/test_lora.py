@@ -244,33 +244,9 @@ def moved_rows(ops: Backend, dtype: torch.dtype) -> bool:
     return False
 
 
-class _SplitLora(RowSplitBackend):
-    """The control's product, with the LoRA form of the torch code on top."""
-
-    pack_lora, lora_set = backend("plain").pack_lora, backend("plain").lora_set
-
-    def adapted_linear(
-        self,
-        x: Tensor,
-        weight: Weight,
-        lora: LoraRows,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        from lockstep.kernels.lora import add_deltas
-
-        def product(rows: Tensor, matrix: Tensor) -> Tensor:
-            n, k = matrix.shape
-            return self.logits(rows, Weight(matrix.float(), n, k, matrix.dtype))
-
-        acc = add_deltas(self.logits(x, weight), x, lora, product)
-        out = (acc if bias is None else acc + bias.float()).to(x.dtype)
-        return out if residual is None else residual + out
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_split_that_follows_the_rows_fails_here(dtype: torch.dtype) -> None:
-    assert moved_rows(_SplitLora(), dtype)
+    assert moved_rows(RowSplitBackend(), dtype)
     assert not moved_rows(backend("native"), dtype)
 
 
