@@ -11,9 +11,8 @@ from __future__ import annotations
 import argparse
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from bench.gpu_engine import Bench
+from bench.gpu_engine import Bench, kernels_of
 from bench.random_model import random_model
 from bench.shapes import SHAPES
 from lockstep.engine.loop import Engine
@@ -26,18 +25,12 @@ STEPS = 5
 def table(bench: Bench, engine: Engine, steps: int, floor: float) -> None:
     """Profile `steps` steps and print their kernels, the costliest first."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        for _ in range(steps):
-            engine.step()
-        torch.cuda.synchronize()
+    kernels = kernels_of(engine, steps)
     bench.stop(engine)
-    events = [e for e in trace.key_averages() if e.self_device_time_total > 0]
-    events.sort(key=lambda e: -e.self_device_time_total)
-    total = sum(e.self_device_time_total for e in events) / steps
+    total = sum(took for _, took in kernels.values())
     print(f"{'kernel':<60}{'calls':>8}{'us':>10}{'share':>8}")
-    for event in events:
-        took = event.self_device_time_total / steps
-        print(f"{event.key[:58]:<60}{event.count / steps:>8.0f}{took:>10.1f}{took / total:>8.1%}")
+    for name, (calls, took) in sorted(kernels.items(), key=lambda item: -item[1][1]):
+        print(f"{name[:58]:<60}{calls:>8.0f}{took:>10.1f}{took / total:>8.1%}")
     print(
         f"device time {total / 1e3:.2f} ms, limit {floor * 1e3:.2f} ms ({floor * 1e6 / total:.1%})",
         flush=True,

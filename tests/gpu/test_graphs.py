@@ -74,6 +74,26 @@ def test_on_and_off(gpu: Backend, tmp_path: Path, name: str, dtype: torch.dtype)
     assert len(graphs._graphs) >= 6
 
 
+def test_weights_read_ahead(gpu: Backend, tmp_path: Path) -> None:
+    """Weights wide enough to be streamed, in captured steps on either side of sixteen rows."""
+    oracle = build_oracle(
+        "qwen3", hidden_size=1024, intermediate_size=2048, head_dim=64,
+        num_attention_heads=16, num_key_value_heads=8,
+    )  # fmt: skip
+    model = load_model(save(oracle, tmp_path), gpu, torch.bfloat16)
+    graphs, eager = (
+        Runner(
+            model, gpu, memory_bytes=64 << 20, max_sequences=32,
+            graphs=page == 64, page_tokens=page,
+        )
+        for page in (64, 16)
+    )  # fmt: skip
+    requests = plain(some_requests(32, 131, 200, 1), 60)
+    expected = tokens_of(eager, requests, overlap=False)
+    for sequences in (1, 5, 16, 17, 32):
+        assert tokens_of(graphs, requests, sequences=sequences) == expected, sequences
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_draws_without_logprobs(gpu: Backend, tmp_path: Path, name: str) -> None:
     graphs, eager = runners(name, gpu, tmp_path, torch.bfloat16)

@@ -14,7 +14,7 @@ from lockstep.kernels.contract import Backend
 from tests.kernels.support import DTYPES, randn, same_bits
 
 COUNTS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 129, 200, 255, 256, 257, 300)
-SHAPES = [(576, 576), (960, 576), (3072, 576), (576, 1536), (1000, 640), (4096, 4096)]
+SHAPES = [(576, 576), (960, 576), (3072, 576), (576, 1536), (1000, 640), (4096, 4096), (3000, 1024)]
 
 
 def places_that_move(operation: Callable[..., Tensor], x: Tensor, *others: Tensor) -> list[str]:
@@ -105,6 +105,54 @@ def test_no_tile_moves_a_bit(
         if slices > 1 and tile.bulk and tile.warps == 4 and tile.m == 128:
             continue
         assert same_bits(ops.gated_linear(x, gated, "silu", tile=tile), expected), tile
+
+
+@pytest.mark.parametrize("k", [256, 1024, 4096])
+@pytest.mark.parametrize(
+    ("width", "strips"), [(16, 1), (32, 1), (16, 3), (64, 1), (64, 2), (64, 3)]
+)
+def test_streams_have_the_bits_of_tiles(
+    gpu: Backend, monkeypatch: pytest.MonkeyPatch, width: int, strips: int, k: int
+) -> None:
+    """Every shape of a streaming program, launched and captured behind what it reads."""
+    from lockstep.kernels.cuda import linear as ops
+    from lockstep.kernels.cuda import stream
+    from lockstep.kernels.cuda.tuning import Tile
+
+    n, tile = 1536, Tile(16, 32, 64, 4, 3)
+    shape = stream.shape_of(width, strips, 256 if width * strips <= 64 else 128)
+    monkeypatch.setattr(stream, "choose", lambda stored, k, programs: shape)
+    weight = gpu.pack(randn(n, k, dtype=torch.bfloat16))
+    gated = gpu.pack_gated(*(randn(n, k, dtype=torch.bfloat16, seed=s) for s in (1, 2)))
+    back = gpu.pack(randn(k, n, dtype=torch.bfloat16, seed=6))
+    ragged = gpu.pack(randn(1500, k, dtype=torch.bfloat16, seed=7))
+    bias = randn(n, seed=3).cuda()
+    for rows in (1, 3, 8, 9, 16):
+        x = randn(rows, k, dtype=torch.bfloat16, seed=rows).cuda()
+        residual = randn(rows, n, dtype=torch.bfloat16, seed=5).cuda()
+
+        def calls(x: Tensor, tile: Tile | None, residual: Tensor = residual) -> list[Tensor]:
+            """The last three read what the first has just written."""
+            first = ops.linear(x, weight, bias, residual, tile=tile)
+            again = ops.linear(first, back, tile=tile)
+            return [
+                first,
+                again,
+                ops.logits(again, ragged, tile=tile),
+                ops.gated_linear(again, gated, "silu", tile=tile),
+                ops.gated_linear(again, gated, "gelu_tanh", tile=tile),
+            ]
+
+        expected = calls(x, tile)
+        assert all(same_bits(*pair) for pair in zip(calls(x, None), expected, strict=True)), rows
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = calls(x, None)
+        for _ in range(3):
+            for out in found:
+                out.fill_(float("nan"))
+            graph.replay()
+            assert all(same_bits(*pair) for pair in zip(found, expected, strict=True)), rows
 
 
 @pytest.mark.parametrize("slices", [2, 4])

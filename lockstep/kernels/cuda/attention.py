@@ -19,7 +19,9 @@ from lockstep.kernels import tree
 from lockstep.kernels.contract import AttentionBatch, KVLayer
 from lockstep.kernels.cuda.common import (
     MOST_ARRIVALS,
+    ahead,
     arrivals,
+    begin,
     chain,
     chained,
     multiprocessors,
@@ -223,13 +225,13 @@ def _finish(out, flat, total_l, total, row_ok, SIZE: tl.constexpr, BM: tl.conste
 
 
 @triton.jit(
-    do_not_specialize=["runs", "table_width", "total_rows"],
+    do_not_specialize=["runs", "table_width", "total_rows", "early"],
     do_not_specialize_on_alignment=["query_start", "context_len", "page_table", "common"],
 )
 def _attention_kernel(
     q, k_cache, v_cache, out, part_acc, part_m, part_l, arrived,
     query_start, context_len, page_table, common,
-    runs, table_width, page_stride, total_rows, scale,
+    runs, table_width, page_stride, total_rows, scale, early,
     WINDOW: tl.constexpr, SEGMENT: tl.constexpr, BULK: tl.constexpr, BLOCK: tl.constexpr,
     PAGE_TOKENS: tl.constexpr, SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr,
@@ -241,7 +243,7 @@ def _attention_kernel(
     programs of one split tile the last to arrive merges; the order of the merge is
     that of the segments, whoever it is.
     """
-    chain(CHAINED)
+    begin(CHAINED, early)
     kv_head = tl.program_id(0) % KV_HEADS
     # The longest tiles of a prompt are its last: they go first.
     tile = tl.num_programs(0) // KV_HEADS - 1 - tl.program_id(0) // KV_HEADS
@@ -249,14 +251,16 @@ def _attention_kernel(
     row_start = tl.load(query_start + run)
     length = tl.load(query_start + run + 1) - row_start
     if first >= length:
+        chain(CHAINED)
         return
     context = tl.load(context_len + run)
-    begin, last = _key_range(context, length, first, ROWS, WINDOW)
-    lowest = begin // SEGMENT
+    lowest_key, last = _key_range(context, length, first, ROWS, WINDOW)
+    lowest = lowest_key // SEGMENT
     highest = last // SEGMENT
     known = 0
     if COMMON:
         known = tl.load(common + run)
+    chain(CHAINED)
     step = 1
     part = 0
     if SPLIT:
@@ -282,7 +286,7 @@ def _attention_kernel(
     total = tl.zeros((BM, SIZE), dtype=tl.float32)
     for segment in range(lowest + known + part, highest + 1, step):
         m, l, acc = _segment(
-            segment, queries, ones, position, k_cache, v_cache, pages, begin, last, whole,
+            segment, queries, ones, position, k_cache, v_cache, pages, lowest_key, last, whole,
             kv_head, page_stride, scale, WINDOW, SEGMENT, BULK, BLOCK, PAGE_TOKENS, SIZE, BM,
         )  # fmt: skip
         if SPLIT:
@@ -437,7 +441,7 @@ def attention(
         "KV_HEADS": kv_heads,
         "GROUP": group,
         "num_stages": stages,
-        **chained(q.device),
+        **chained(q.device, rows),
     }
     shared = batch.shared if split else None
     common = batch.context_len
@@ -455,7 +459,7 @@ def attention(
         q, keys, values, out, *partials, arrivals(q.device),
         batch.query_start, batch.context_len, batch.page_table, common,
         runs, batch.page_table.shape[1], kv.v.stride(0), rows, scale * _LOG2E,
-        WINDOW=window or 0, BM=lines, ROWS=per_tile, ONE_TILE=one_tile,
+        ahead(q.device), WINDOW=window or 0, BM=lines, ROWS=per_tile, ONE_TILE=one_tile,
         SPLIT=split, COMMON=shared is not None, num_warps=warps, **options,
     )  # fmt: skip
     return out

@@ -15,20 +15,33 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False}
 MOST_ARRIVALS = 1 << 17
+FEW_ROWS = 16  # of the tensor core's instruction: steps that are reads of the weights
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @lru_cache(maxsize=8)
-def chained(device: torch.device) -> dict[str, Any]:
+def _can_chain(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def chained(device: torch.device, rows: int = 0) -> dict[str, Any]:
     """Options of a launch that may begin while the one before it ends (`chain`), where the
-    device can do that (Hopper and later)."""
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"CHAINED": able, **({"launch_pdl": True} if able else {}), **LAUNCH}
+    device can do that (Hopper and later). With few `rows` it also lets the next one in."""
+    if not _can_chain(device):
+        return {"CHAINED": 0, **LAUNCH}
+    return {"CHAINED": 2 if 0 < rows <= FEW_ROWS else 1, "launch_pdl": True, **LAUNCH}
+
+
+def ahead(device: torch.device) -> int:
+    """1 while a graph is captured, else 0: whether a kernel may read what no launch of its
+    graph writes (weights, indices) before the launches ahead of it have ended. All that ran
+    before a graph has ended when it begins; without one, the launch ahead may be a writer."""
+    return int(device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 @lru_cache(maxsize=8)
@@ -40,14 +53,28 @@ def arrivals(device: torch.device) -> torch.Tensor:
 
 @triton.jit
 def chain(CHAINED: tl.constexpr):
-    """Wait until every launch before this one has ended.
+    """Wait until every launch before this one has ended; with 2, let the next begin first.
 
-    Nothing that another kernel writes is read, and nothing at all written, before it. Only
-    the start of a launch overlaps the end of the one before: kernels that let the next
-    one in while they still run were slower at one row and no faster at 256.
+    Nothing that another kernel writes is read, and nothing at all written, before it. The
+    next launch may be a product of few rows, which reads its weight ahead (`stream.py`);
+    with many rows only the start of a launch overlaps the end of the one before: kernels
+    that let the next one in earlier were no faster at 256.
     """
     if CHAINED:
+        if CHAINED == 2:
+            gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def begin(CHAINED: tl.constexpr, early):
+    """Let the next launch begin, as `chain` does; wait here only without `early` (`ahead`).
+    `chain` must follow, also on ways that return."""
+    if CHAINED:
+        if CHAINED == 2:
+            gdc_launch_dependents()
+        if early == 0:
+            gdc_wait()
 
 
 def power_of_two(n: int) -> int:
@@ -80,6 +107,24 @@ def product(a, b, acc):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def finish(
+    acc, bias, residual, out, rows, columns, M, N: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Bias, cast, residual and store of one tile of a product, float32 or already cast."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    if HAS_BIAS:
+        acc = acc + tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    value = acc.to(DTYPE)
+    if HAS_RESIDUAL:
+        base = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        value = (base + value.to(tl.float32)).to(DTYPE)
+    tl.store(out + at, value, mask=inside)
 
 
 @triton.jit
@@ -178,7 +223,7 @@ def gelu_tanh(x):
     """The tanh form of GELU (Hendrycks & Gimpel 2016) of float32."""
     inner = 0.7978845608028654 * (x + 0.044715 * (x * x * x))
     # tanh(y) = 1 - 2 / (exp(2 y) + 1), exact at both ends: exp overflows to inf.
-    tanh = 1.0 - tl.div_rn(tl.full(x.shape, 2.0, tl.float32), tl.exp(2.0 * inner) + 1.0)
+    tanh = 1.0 - tl.div_rn(2.0, tl.exp(2.0 * inner) + 1.0)
     return 0.5 * x * (1.0 + tanh)
 
 

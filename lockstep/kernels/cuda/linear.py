@@ -20,10 +20,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels import tree
 from lockstep.kernels.contract import Activation, Weight
+from lockstep.kernels.cuda import stream
 from lockstep.kernels.cuda.common import (
     chain,
     chained,
     check_rows,
+    finish,
     gate,
     multiprocessors,
     product,
@@ -53,25 +55,14 @@ def _finish(
     acc, bias, residual, out, rows, columns, M, N: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Bias, cast, gate, residual and store of one tile of float32 accumulators.
-
-    With ACTIVATION acc has the gate and up values of each of `columns` in turn.
-    """
-    DTYPE: tl.constexpr = out.dtype.element_ty
-    inside = (rows < M)[:, None] & (columns < N)[None, :]
-    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    if HAS_BIAS:
-        acc = acc + tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    """`finish`, after the gate: with ACTIVATION acc has the gate and up values of each of
+    `columns` in turn."""
+    value = acc
     if ACTIVATION:
         pairs = tl.reshape(acc, [acc.shape[0], acc.shape[1] // 2, 2])
         gates, ups = tl.split(pairs)
-        value = gate(gates, ups, ACTIVATION, DTYPE)
-    else:
-        value = acc.to(DTYPE)
-    if HAS_RESIDUAL:
-        base = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        value = (base + value.to(tl.float32)).to(DTYPE)
-    tl.store(out + at, value, mask=inside)
+        value = gate(gates, ups, ACTIVATION, out.dtype.element_ty)
+    finish(value, bias, residual, out, rows, columns, M, N, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -213,6 +204,13 @@ def _launch(
     n = out.shape[1]
     if not m:
         return out
+    if tile is None and slices == 1 and not split:
+        shape = stream.suits(x, weight)
+        if shape is not None:
+            stream.launch(
+                x, weight, out, shape, bias=bias, residual=residual, activation=activation
+            )
+            return out
     if tile is None:
         tile = choose(m, n, k, x.dtype, bool(activation))
         if out.dtype != x.dtype and tile.m * tile.n > _WIDEST_FLOAT32:

@@ -87,7 +87,7 @@ def rms_norm(
             UNIT_OFFSET=unit_offset,
             HAS_RESIDUAL=residual is not None,
             num_warps=max(1, min(8, padded // 512)),
-            **chained(x.device),
+            **chained(x.device, rows),
         )
     return out
 
@@ -99,6 +99,6 @@ def embedding(ids: Tensor, table: Tensor, scale: float) -> Tensor:
     if ids.shape[0]:
         block = min(1024, power_of_two(k))
         grid = (ids.shape[0], triton.cdiv(k, block))
-        options = chained(table.device)
+        options = chained(table.device, ids.shape[0])
         _embedding_kernel[grid](ids, table, out, scale, K=k, BLOCK=block, **options)
     return out

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lockstep.kernels.contract import AttentionBatch, KVLayer, QKNorm, RopeTable
 from lockstep.kernels.cuda.common import (
+    ahead,
+    begin,
     chain,
     chained,
     check_rows,
@@ -19,7 +21,7 @@ from lockstep.kernels.cuda.common import (
 )
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+@triton.jit(do_not_specialize=["early"], do_not_specialize_on_alignment=["positions", "slots"])
 def _write_kv_kernel(
     qkv,
     positions,
@@ -33,6 +35,7 @@ def _write_kv_kernel(
     k_cache,
     v_cache,
     page_stride,
+    early,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -43,7 +46,7 @@ def _write_kv_kernel(
     HEADS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    chain(CHAINED)
+    begin(CHAINED, early)
     DTYPE: tl.constexpr = q_out.dtype.element_ty
     SIZE: tl.constexpr = 2 * HALF
     row = tl.program_id(0).to(tl.int64)
@@ -53,23 +56,26 @@ def _write_kv_kernel(
     is_v = (heads >= Q_HEADS + KV_HEADS) & (heads < Q_HEADS + 2 * KV_HEADS)
     inside = (is_q | is_k | is_v)[:, None]
     half = tl.arange(0, HALF)
+    position = tl.load(positions + row).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    c = tl.load(cosine + position * HALF + half)[None, :]
+    s = tl.load(sine + position * HALF + half)[None, :]
+    if NORM:
+        q_low = tl.load(q_norm + half).to(tl.float32)[None, :]
+        q_high = tl.load(q_norm + HALF + half).to(tl.float32)[None, :]
+        k_low = tl.load(k_norm + half).to(tl.float32)[None, :]
+        k_high = tl.load(k_norm + HALF + half).to(tl.float32)[None, :]
+    chain(CHAINED)
+
     source = qkv + row * ((Q_HEADS + 2 * KV_HEADS) * SIZE) + heads[:, None] * SIZE + half[None, :]
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
-
-    position = tl.load(positions + row).to(tl.int64)
-    c = tl.load(cosine + position * HALF + half)[None, :]
-    s = tl.load(sine + position * HALF + half)[None, :]
     a = low
     b = high
     if NORM:
         # The tree of `rms_norm` over SIZE elements: its last level adds the two halves.
         squares = pair_sum(low * low, LEVELS) + pair_sum(high * high, LEVELS)
         inverse = inverse_rms(squares, SIZE, eps)[:, None]
-        q_low = tl.load(q_norm + half).to(tl.float32)[None, :]
-        q_high = tl.load(q_norm + HALF + half).to(tl.float32)[None, :]
-        k_low = tl.load(k_norm + half).to(tl.float32)[None, :]
-        k_high = tl.load(k_norm + HALF + half).to(tl.float32)[None, :]
         a = scale_normed(low, inverse, tl.where(is_q[:, None], q_low, k_low), UNIT_OFFSET, DTYPE)
         b = scale_normed(high, inverse, tl.where(is_q[:, None], q_high, k_high), UNIT_OFFSET, DTYPE)
     turned_low = (a * c - b * s).to(DTYPE)
@@ -79,7 +85,6 @@ def _write_kv_kernel(
     tl.store(target, turned_low, mask=is_q[:, None])
     tl.store(target + HALF, turned_high, mask=is_q[:, None])
 
-    slot = tl.load(slots + row).to(tl.int64)
     stored = slot >= 0  # a padding row of a captured graph has no slot
     base = (slot // PAGE_TOKENS) * page_stride + (slot % PAGE_TOKENS) * SIZE
     k_head = (heads - Q_HEADS)[:, None] * (PAGE_TOKENS * SIZE)
@@ -123,6 +128,7 @@ def write_kv(
             kv.k,
             kv.v,
             kv.v.stride(0),
+            ahead(qkv.device),
             Q_HEADS=q_heads,
             KV_HEADS=kv_heads,
             HALF=size // 2,
@@ -132,6 +138,6 @@ def write_kv(
             UNIT_OFFSET=norm is not None and norm.unit_offset,
             HEADS=tile,
             num_warps=4,
-            **chained(qkv.device),
+            **chained(qkv.device, qkv.shape[0]),
         )
     return out
