@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, tma
@@ -102,7 +103,7 @@ def _sums(
             b1 = _weights(w_ring, stage * STRIPS + 1, MMA)
         if STRIPS > 2:
             b2 = _weights(w_ring, stage * STRIPS + 2, MMA)
-        gl.thread_barrier()  # every warp has read the stage
+        tl.debug_barrier()  # every warp has read the stage
         mbarrier.arrive(empty.index(stage), count=1)
         acc0 = mma_v2(a, b0, acc0, input_precision="ieee")
         if STRIPS > 1:
