@@ -48,6 +48,7 @@ def run(
         int, typer.Option(help="Lines in the engine at once; 0 fits its size.")
     ] = 0,
     max_body_mb: Annotated[int, typer.Option(help="Larger bodies of lines are refused.")] = 4,
+    branch: options.BranchFolders = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     backend: options.BackendName = "auto",
@@ -74,6 +75,7 @@ def run(
         max_context=max_context,
         cache_mb=cache_mb,
     )
+    settings["branches"] = options.branch_folders(branch)
     config = ServerConfig(
         served_name=served_name,
         batch_concurrency=batch_concurrency,

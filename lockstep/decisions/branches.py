@@ -197,13 +197,14 @@ class AskedBranch:
         (completion,) = completions
         outputs, how = self.outputs(completion), self.reading
         if self.branch.head == "value":
-            return OptionScores((0.0,), self.name, number=outputs[0])
+            return OptionScores((0.0,), self.name, mass=1.0, number=outputs[0])
         return OptionScores(
             log_softmax([outputs[index] for index in how.outputs]),
             self.name,
             self.branch.temperature,
             how.thresholds,
             how.order,
+            mass=1.0,
         )
 
 

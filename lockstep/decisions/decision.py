@@ -23,6 +23,7 @@ class OptionScores:
         thresholds: of the options, in place of the question's own.
         order: indices of the options in the order in which thresholds are tried; () is that
             of the question.
+        mass: of a trained head, which knows nothing else, 1; None: the sum of `logprobs`.
         number: what a value head said; the only option is its name.
     """
 
@@ -31,6 +32,7 @@ class OptionScores:
     temperature: float = 1.0
     thresholds: tuple[float | None, ...] | None = None
     order: tuple[int, ...] = ()
+    mass: float | None = None
     number: float | None = None
 
 
@@ -89,7 +91,7 @@ def decide(question: Question, scores: OptionScores) -> Decision:
     thresholds = scores.thresholds or [option.threshold for option in question.options]
     order = scores.order or range(len(probabilities))
     first = choose([probabilities[i] for i in order], [thresholds[i] for i in order])
-    mass = total_mass(scores.logprobs)
+    mass = total_mass(scores.logprobs) if scores.mass is None else scores.mass
     return Decision(
         question, order[first], probabilities, mass, scores.source, number=scores.number
     )
