@@ -1,0 +1,164 @@
+"""Judge and writer in one engine, on SmolLM2's real weights: neither moves the other by a bit.
+
+Generation is compared with no branch loaded, with branches loaded but idle, and among as many
+and eight times as many decisions; decisions with engines that do nothing else, one at a time
+on a cold cache. A backend whose sums follow the batch must fail both comparisons.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.kernels.contract import Backend
+from lockstep.kernels.cpu import make_backend
+from lockstep.model import load_model
+from lockstep.types import Request
+from lockstep.weights import open_checkpoint
+from tests.control import RowSplitBackend
+from tests.engine.mixing import (
+    Bits,
+    Mixed,
+    decides,
+    decisions,
+    differ,
+    gated,
+    generation,
+    interleaved,
+    mixed,
+    run,
+    writes,
+)
+
+DTYPES = (torch.float32, torch.bfloat16)
+LAYERS = {"suffix": (20, 24), "context": (14, 17), "suffix-deep": (26, 30)}
+VOCAB = 49152
+WRITERS, LONGEST = 8, 24
+RATIOS = (1, 8)
+
+
+def place(dtype: torch.dtype, backend: Backend, folder: Path) -> Mixed:
+    model = load_model(open_checkpoint("smollm2"), backend, dtype)
+    return mixed(model, backend, folder, LAYERS, context=96, pool=96 << 20)
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=lambda dtype: str(dtype)[6:])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Mixed:
+    return place(request.param, make_backend("native", 2), tmp_path_factory.mktemp("branches"))
+
+
+@pytest.fixture(scope="module")
+def writers() -> list[Request]:
+    return generation(WRITERS, VOCAB, LONGEST)
+
+
+@pytest.fixture(scope="module")
+def judged(writers: list[Request]) -> list[Request]:
+    return decisions(max(RATIOS) * WRITERS, list(LAYERS), writers, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def written(world: Mixed, writers: list[Request]) -> dict[str, Bits]:
+    """Answers of an engine that knows no branches."""
+    return run(world.engine(branches=False), [writers])
+
+
+@pytest.fixture(scope="module")
+def dedicated(world: Mixed, judged: list[Request]) -> dict[str, Bits]:
+    """Each decision alone on a cold cache, in an engine that does nothing else."""
+    engine, found = world.engine(), {}
+    for one in judged[:20]:
+        engine.flush_cache()
+        found |= run(engine, [[one]])
+    return found
+
+
+def test_loaded_but_idle_moves_no_bit(
+    world: Mixed, writers: list[Request], written: dict[str, Bits]
+) -> None:
+    assert len(written) == WRITERS + WRITERS // 4
+    assert run(world.engine(), interleaved(writers, [])) == written
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_traffic_of_decisions_moves_no_bit_of_an_answer(
+    world: Mixed,
+    writers: list[Request],
+    judged: list[Request],
+    written: dict[str, Bits],
+    dedicated: dict[str, Bits],
+    ratio: int,
+) -> None:
+    found = run(world.engine(), interleaved(writers, judged[: ratio * WRITERS]))
+    assert writes(found) == written
+    others = decides(found)
+    assert len(others) == ratio * WRITERS
+    assert differ(others)
+    asked = {name: answer for name, answer in dedicated.items() if name in others}
+    assert asked
+    assert {name: others[name] for name in asked} == asked
+
+
+def test_decisions_alone_are_those_of_a_crowd_of_them(
+    world: Mixed, judged: list[Request], dedicated: dict[str, Bits]
+) -> None:
+    """An engine that serves the branches only, all at once; another in small chunks."""
+    for settings in ({}, {"max_step_tokens": 16, "max_chunk_tokens": 7}):
+        found = run(world.engine(**settings), [judged[:20]])
+        assert found == dedicated
+
+
+def test_a_gated_answer_is_the_ungated_one(world: Mixed, writers: list[Request]) -> None:
+    """Decision and answer from one prefill are those of two requests."""
+    header, question = (7, 8, 9), (11, 12, 13, 14)
+    engine, opened = world.engine(), 0
+    work, plain = [], {}
+    for one in writers:
+        for name in LAYERS:
+            made = gated(one, name, question, header)
+            work.append(replace(made, id=f"{name} {made.id}"))
+    found = run(world.engine(), interleaved(work, writers))
+    for one in writers:
+        engine.flush_cache()
+        longer = replace(one, prompt=(*one.prompt, *header))
+        plain |= run(engine, [[longer]])
+    for one in writers:
+        for name, branch in world.branches.items():
+            asked = replace(
+                one, id="d", prompt=(*one.prompt, *question), branch=name,
+                branch_from=len(one.prompt), sampling=replace(one.sampling, max_tokens=0, n=1,
+                logprobs=None),
+            )  # fmt: skip
+            engine.flush_cache()
+            engine.submit(asked)
+            (out,) = [out for _ in range(9) if engine.has_work() for out in engine.step()]
+            best = max(range(3), key=lambda i: (out.scores[i], -i))
+            for choice in range(one.sampling.n):
+                tokens, values, finish = found[f"{name} gate {one.id} {choice}"]
+                if best == 1:
+                    assert tokens == ()
+                    assert str(finish) == "gate"
+                    continue
+                opened += 1
+                expected, logprobs, end = plain[f"{one.id} {choice}"]
+                assert (tokens, finish) == (expected, end)
+                assert isinstance(values, bytes)
+                assert isinstance(logprobs, bytes)
+                assert values.startswith(logprobs), branch.key
+    assert 0 < opened < len(LAYERS) * len(writers) * 5 // 4, "gates open and close"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_that_follow_the_batch_are_caught(
+    dtype: torch.dtype, writers: list[Request], judged: list[Request], tmp_path: Path
+) -> None:
+    """The control: traffic moves answers, and company moves decisions."""
+    world = place(dtype, RowSplitBackend(), tmp_path)
+    expected = run(world.engine(branches=False), [[writers[0]], [], [], []])
+    found = run(world.engine(), interleaved(writers, judged[: 2 * WRITERS]))
+    assert {name: found[name] for name in expected} != expected
+    alone = run(world.engine(), [[judged[0]]])
+    assert {name: found[name] for name in alone} != alone
