@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lockstep.cli import options
+
 if TYPE_CHECKING:
     from lockstep.verify.compare import Comparison
     from lockstep.verify.endpoint import Endpoint
@@ -149,6 +151,43 @@ async def _noise(plan: Plan, endpoint: Endpoint) -> Noise:
                 lambda done, of: advance(done / of, f"{done} of {of} answers"),
             )
     return replace(found, plan=plan)  # what was fixed beforehand
+
+
+@app.command("self")
+def self_test(
+    model: options.ModelName,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    backend: options.BackendName = "auto",
+    threads: options.Threads = 0,
+    ledger: LedgerPath = DEFAULT_LEDGER,
+    report: ReportPath = None,
+) -> None:
+    """Does the determinism contract hold here, with this model? Point by point, in minutes.
+
+    Ends with status 1 if a point fails.
+    """
+    require_extra()
+    from lockstep.settings import engine_config
+    from lockstep.verify.ledger import Ledger
+    from lockstep.verify.selftest import Outcome, plan_hash, reason_of, report_of, verdict_of
+    from lockstep.verify.selftest import self_test as examine
+
+    settings = options.engine_settings(
+        dtype=dtype, device=device, backend=backend, threads=threads, max_context=0, cache_mb=0
+    )
+    chosen = engine_config(model, **settings).model
+    outcomes: list[Outcome] = []
+    words = {True: "holds", False: "FAILS", None: "not examined"}
+    with Ledger(ledger).run("self", rule=plan_hash(chosen), subject=model) as run:
+        for outcome in examine(chosen):
+            outcomes.append(outcome)
+            typer.echo(f"{words[outcome.passed]}: {outcome.point}", err=True)
+        figures = {outcome.point: [outcome.passed, outcome.detail] for outcome in outcomes}
+        run.finish(verdict_of(outcomes), figures, reason=reason_of(outcomes))
+    show(report_of(outcomes, model), report)
+    if verdict_of(outcomes) == "fail":
+        raise typer.Exit(1)
 
 
 @ledger_app.command("check")
