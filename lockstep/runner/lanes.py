@@ -121,7 +121,9 @@ def segments_of(
                     tail,
                 )
             )
-        keeps = tuple((i, starts[i]) for i in active if _stores(runs[i], activations, begin))
+        keeps = tuple(
+            (i, starts[i]) for i in active if runs[i].keeps and _stores(runs[i], activations, begin)
+        )
         found.append(SegmentRows(begin, end, tuple(lanes), kept, keeps))
         before = [dict(zip(lane.runs, lane.leaving, strict=True)) for lane in lanes]
     return tuple(found)
@@ -157,22 +159,17 @@ def _cuts(
     """Layers at whose entrance rows enter, leave, are stored, or change their lane."""
     cuts = {layer for run in runs for layer in run.layers}
     for run in runs:
-        inside = [branches[run.branch].fork] if run.branch else []
+        if run.branch and run.layers[0] < branches[run.branch].fork < run.layers[1]:
+            cuts.add(branches[run.branch].fork)
         if run.keeps:
-            inside += [layer for layer in activations if _stores(run, activations, layer)]
-        cuts.update(layer for layer in inside if run.layers[0] < layer < run.layers[1])
+            cuts.update(layer for layer in activations if _stores(run, activations, layer))
     return sorted(cuts)
 
 
 def _stores(run: TokenRun, activations: Mapping[int, int], layer: int) -> bool:
-    """Whether the rows of a run that enter `layer` are stored."""
+    """Whether the rows of a run that keeps them are stored as they enter `layer`."""
     group = activations.get(layer)
-    return (
-        run.keeps
-        and group is not None
-        and run.layers[0] <= layer < run.layers[1]
-        and bool(run.pages[group])
-    )
+    return group is not None and run.layers[0] <= layer < run.layers[1] and bool(run.pages[group])
 
 
 def _starts(before: Sequence[Mapping[int, int]]) -> tuple[dict[int, int], int]:
@@ -194,11 +191,15 @@ def _lanes(
 ) -> dict[tuple[bool, Tail | None], list[int]]:
     """Members of each (adapted, tail), the trunk's first, then adapted rows on its groups."""
     found: dict[tuple[bool, Tail | None], list[int]] = {}
+    trunk = []
     for i in active:
         place = branches[runs[i].branch] if runs[i].branch else None
-        inside = place is not None and begin >= place.fork
-        tail = place.tail if place is not None and inside else None
-        found.setdefault((inside, tail), []).append(i)
+        if place is None or begin < place.fork:
+            trunk.append(i)
+        else:
+            found.setdefault((True, place.tail), []).append(i)
+    if trunk:
+        found[False, None] = trunk
     return dict(sorted(found.items(), key=lambda entry: (entry[0][0], entry[0][1] or (-1, -1))))
 
 
@@ -260,7 +261,8 @@ def check_runs(
             raise ValueError(f"run {index}: pages of {len(run.pages)} groups, not {num_groups}")
         if run.branch or run.scores:
             _check_branch(index, run, branches)
-        _check_entrance(index, runs, activations)
+        if first or run.kept or run.source is not None:
+            _check_entrance(index, runs, activations)
 
 
 def _check_branch(index: int, run: TokenRun, branches: Mapping[str, BranchPlace]) -> None:
