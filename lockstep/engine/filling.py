@@ -100,7 +100,7 @@ class Filling(Queues):
 
     def _plan_decodes(self, draft: Draft) -> None:
         for sequence in list(self.running):
-            if draft.budget == 0:
+            if draft.budget <= 0:
                 return
             if (
                 sequence.state is State.RUNNING  # not preempted by one before it
@@ -112,7 +112,7 @@ class Filling(Queues):
     def _plan_prompts(self, draft: Draft) -> None:
         limit = self._chunk_limit()
         begun = [s for s in self.running if s.remaining > 1 and s.planned != draft.step]
-        if begun and all(len(run.tokens) == 1 for run in draft.runs):
+        if begun and draft.budget > 0 and all(len(run.tokens) == 1 for run in draft.runs):
             # The oldest prompt has its chunk in every step; here the head was not one.
             self._advance(begun.pop(0), draft, limit)
         begun.sort(key=lambda s: (s.rank[0], s.attained, s.number))
@@ -166,15 +166,14 @@ class Filling(Queues):
             begun = count > 1 and end >= sequence.kept_until
             until = min(end, sequence.shared)
             self.cache.publish(lease, sequence.tokens, until, draft.journal, tail=begun)
-        rows = count
         if route is None:
             self._plan_run(sequence, draft, start, end)
+            draft.budget -= count
         else:
             runs = runs_of(sequence, route, start, end, len(draft.runs))
             draft.runs.extend(runs)
             draft.members.extend([sequence] * len(runs))
-            rows = sum(len(run.tokens) for run in runs)
-        draft.budget = max(0, draft.budget - rows)
+            draft.budget -= sum(len(run.tokens) for run in runs)  # below 0 where one is doubled
         sequence.computed = end
         sequence.attained += count
         sequence.planned = draft.step

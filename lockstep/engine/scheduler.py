@@ -188,13 +188,14 @@ class Scheduler(Filling):
         draft = self._take(plan)
         self.cache.commit(draft.journal)
         outputs = []
+        computed = passed = 0
         for sequence, run, drawn in zip(draft.members, plan.runs, result.runs, strict=True):
             if sequence.state is State.ENDED:  # with the token that this run followed
                 continue
-            rows, layers = len(run.tokens), run.layers
-            self._counts["computed_layers"] += rows * (layers[1] - layers[0])
+            rows, (begin, end) = len(run.tokens), run.layers
+            passed += rows * (end - begin)
             if run.source is None:
-                self._counts["computed_tokens"] += rows
+                computed += rows
             if drawn.error:
                 assert sequence.lease is not None
                 self.cache.forget(sequence.lease)
@@ -220,6 +221,8 @@ class Scheduler(Filling):
                 outputs.append(
                     replace(output, prompt_logprobs=told, pooled=pooled, scores=drawn.scores)
                 )
+        self._counts["computed_tokens"] += computed
+        self._counts["computed_layers"] += passed
         self._let_tails_go()
         return outputs
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from lockstep.engine.loop import Engine
@@ -197,6 +199,22 @@ def test_a_window_lets_go_of_pages_and_the_plan_says_so() -> None:
         most = max(most, target.stats().pages_used)
     assert most <= 8
     assert list(executor.plans[-1].runs[0].pages[0]) == []  # the tables ended with the sequence
+
+
+@pytest.mark.parametrize("seed", (42, 147, 155))
+def test_a_step_without_budget_for_a_prompt_has_no_run_of_it(seed: int) -> None:
+    # As many sequences decode as a step has tokens, while a prompt is begun.
+    chance = random.Random(seed)
+    executor = FakeExecutor(page_tokens=4)
+    budget = chance.choice((2, 3, 4))
+    target = engine(executor, max_step_tokens=budget, max_sequences=8, max_chunk_tokens=2)
+    for index in range(60):
+        if chance.random() < 0.4:
+            prompt = [index] * chance.randint(1, 9)
+            target.submit(request(f"r{index}", prompt, 30, priority=chance.choice((0, 0, -1, 1))))
+        target.step()
+    assert all(run.tokens for plan in executor.plans for run in plan.runs)
+    drain(target)
 
 
 def test_schedule_and_complete_alternate() -> None:
