@@ -1,4 +1,4 @@
-"""The examples of docs/decisions.md in Python run as they stand."""
+"""The examples of docs/decisions.md and docs/branches.md in Python run as they stand."""
 
 from __future__ import annotations
 
@@ -7,16 +7,30 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/decisions.md"
-BLOCKS = re.findall(r"^```(\w+)( server)?\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def run(page: str, count: int) -> dict[str, object]:
+    """Run the page's blocks that need nothing but a model; the names that they leave."""
+    text = (DOCS / page).read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    assert len(blocks) == count
+    names: dict[str, object] = {}
+    for code in blocks:
+        exec(code, names)
+    return names
+
+
+def test_gates(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run("branches.md", 1)
+    *decided, begun = capsys.readouterr().out.strip().splitlines()
+    assert len(decided) >= 2
+    assert begun
+    names["llm"].close()  # type: ignore[attr-defined]
 
 
 def test_the_python_door(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, object] = {}
-    blocks = [code for kind, server, code in BLOCKS if kind == "python" and not server]
-    assert len(blocks) == 3
-    for code in blocks:
-        exec(code, names)
+    names = run("decisions.md", 3)
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 5
     assert 0 < float(shown[0]) < 1

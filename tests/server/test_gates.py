@@ -362,7 +362,11 @@ def test_a_bad_gate_is_a_400_that_names_the_place(
 
 @pytest.mark.parametrize(
     ("more", "param"),
-    [({"max_tokens": 0}, "max_tokens"), ({"prompt_logprobs": 0}, "prompt_logprobs")],
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+    ],
 )
 def test_what_cannot_stand_beside_a_gate(
     judged: httpx.Client, more: dict[str, Any], param: str

@@ -74,8 +74,9 @@ async def answer_file(
             f"endpoint must be one of {', '.join(sorted(endpoints))}, got {endpoint[:100]!r}",
             field="endpoint",
         )
+    judges = "".join(f"{name} {own.key}\n" for name, own in sorted(service.branches.items()))
     identity = await stoppable(
-        lambda stop: _digest(file, f"{endpoint}\n{service.model_name}\n", stop)
+        lambda stop: _digest(file, f"{endpoint}\n{service.model_name}\n{judges}", stop)
     )
     source = Source(file, identity, endpoint, config.max_body_bytes)
     places = Places(

@@ -70,6 +70,8 @@ class CompletionBody(GenerationBody):
         wanted = 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
         if wanted is not None:
             values["logprobs"] = wanted
+            if self.echo and self.gate is not None:
+                raise RequestError("echo with logprobs cannot stand beside a gate", field="echo")
             if self.echo:
                 values["prompt_logprobs"] = wanted
         return values
