@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.verify import key_from, require_extra
+from lockstep import __version__
+from lockstep.cli.verify import DEFAULT_LEDGER, LedgerPath, key_from, require_extra
 
 if TYPE_CHECKING:
     from lockstep.verify.drift.baseline import Baseline
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from lockstep.verify.drift.passive import PassiveMonitor
     from lockstep.verify.drift.publish import Publisher, Watched
     from lockstep.verify.endpoint import Endpoint
+    from lockstep.verify.report import Report
 
+EXIT = {"pass": 0, "fail": 1, "undecidable": 2}
 EXIT_CODES = {"ok": 0, "changed": 1, "unreadable": 3}
 
 _TELL = "Whom to tell"
@@ -28,6 +31,9 @@ KeyOption = Annotated[
     str, typer.Option("--api-key-env", help="Environment variable that holds the API key.")
 ]
 Timeout = Annotated[float, typer.Option(help="Seconds that one request may take.")]
+ReportFile = Annotated[
+    Path | None, typer.Option("--report", help="Write the report there: .md, else HTML.")
+]
 Concurrency = Annotated[int, typer.Option(help="Requests at once.")]
 
 
@@ -217,7 +223,79 @@ def _say_counters(status: Status, monitor: PassiveMonitor, failure: str) -> None
         typer.echo(f"  {failure}", err=True)
 
 
+def provider(
+    a: Annotated[str, typer.Argument(metavar="A", help="The reference's API base.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The API base in question.")],
+    model_a: Annotated[str, typer.Option(help="As A names the model; asked if empty.")] = "",
+    model_b: Annotated[str, typer.Option(help="As B names it.")] = "",
+    key_a: Annotated[str, typer.Option(help="Environment variable with A's API key.")] = "",
+    key_b: Annotated[str, typer.Option(help="Environment variable with B's API key.")] = "",
+    alpha: Annotated[
+        float, typer.Option(help="The chance that equal providers are called different.")
+    ] = 0.01,
+    tolerance: Annotated[
+        float, typer.Option(help="Nats; smaller differences are other arithmetic.")
+    ] = 0.1,
+    longest: Annotated[int, typer.Option(help="Words of the longest prompt.")] = 4096,
+    draws: Annotated[int, typer.Option(help="Draws of one token from either side.")] = 200,
+    timeout: Timeout = 120.0,
+    concurrency: Concurrency = 8,
+    ledger: LedgerPath = DEFAULT_LEDGER,
+    report: ReportFile = None,
+) -> None:
+    """Is a model at B the model of that name at A? About 1,000 short requests.
+
+    Ends with status 0 for pass, 1 for fail, 2 where it cannot be decided.
+    """
+    require_extra()
+    from lockstep.verify.canonical import digest
+    from lockstep.verify.endpoint import Endpoint
+    from lockstep.verify.ledger import Ledger
+    from lockstep.verify.provider.check import check_provider, report_of
+    from lockstep.verify.provider.findings import Finding, overall
+
+    settings = {"alpha": alpha, "tolerance": tolerance, "longest": longest, "draws": draws}
+
+    async def run() -> tuple[list[Finding], str, str]:
+        async with (
+            Endpoint(a, model_a, key_from(key_a), timeout, connections=concurrency) as one,
+            Endpoint(b, model_b, key_from(key_b), timeout, connections=concurrency) as other,
+        ):
+            await one.model()
+            await other.model()
+            found = await check_provider(
+                one,
+                other,
+                alpha=alpha,
+                tolerance=tolerance,
+                longest=longest,
+                draws=draws,
+                progress=lambda stage: typer.echo(f"{stage} ...", err=True),
+            )
+            return found, one.name, other.name
+
+    rule = digest({"provider": __version__, **settings})
+    with Ledger(ledger).run("provider", rule=rule, subject=f"{a} and {b}") as record:
+        findings, name_a, name_b = asyncio.run(run())
+        verdict, reason = overall(findings)
+        figures = {finding.name: dict(finding.figures) for finding in findings}
+        record.finish(verdict.value, figures, reason=reason)
+    _show(report_of(findings, name_a, name_b), report)
+    raise typer.Exit(EXIT[verdict.value])
+
+
+def _show(made: Report, path: Path | None) -> None:
+    """Print a report, and write it where a path is given: Markdown for .md, else HTML."""
+    from lockstep.verify.markdown import write_report
+    from lockstep.verify.report import print_report
+
+    print_report(made)
+    if path is not None:
+        write_report(made, path)
+        typer.echo(f"report: {path}", err=True)
+
+
 def add_to(app: typer.Typer) -> None:
     """Put the commands of this file under `lockstep verify`."""
-    for command in (watch,):
+    for command in (watch, provider):
         app.command()(command)

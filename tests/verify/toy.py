@@ -94,9 +94,13 @@ class Toy:
                 scaled = logprobs / temperature
                 if self.top_k:
                     scaled[ranked[self.top_k :]] = -np.inf
+                if body.get("top_p", 1.0) < 1.0:
+                    ahead = np.cumsum(np.exp(logprobs[ranked])) - np.exp(logprobs[ranked])
+                    scaled[ranked[ahead >= body["top_p"]]] = -np.inf
                 weights = np.exp(scaled - scaled.max())
                 chosen = int(draws.choice(len(weights), p=weights / weights.sum()))
-            if VOCABULARY[chosen] == END:
+            text = said + _word(chosen)
+            if VOCABULARY[chosen] == END or any(stop in text for stop in body.get("stop", ())):
                 return entries, "stop"
             top = [(_word(int(i)), float(logprobs[i])) for i in ranked[:alternatives]]
             entries.append((_word(chosen), float(logprobs[chosen]), top))
