@@ -10,13 +10,18 @@ import pytest
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def run(page: str, count: int) -> dict[str, object]:
-    """Run the page's blocks that need nothing but a model; the names that they leave."""
+def blocks(page: str, kind: str) -> list[str]:
+    """The page's blocks of a kind: "python" needs nothing but a model, "python server" a server."""
     text = (DOCS / page).read_text("utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-    assert len(blocks) == count
+    return re.findall(rf"^```{kind}\n(.*?)^```", text, re.M | re.S)
+
+
+def run(page: str, count: int) -> dict[str, object]:
+    """Run the page's blocks in Python; the names that they leave."""
+    found = blocks(page, "python")
+    assert len(found) == count
     names: dict[str, object] = {}
-    for code in blocks:
+    for code in found:
         exec(code, names)
     return names
 

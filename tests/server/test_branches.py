@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -23,6 +26,7 @@ from typesafe_sdk import Choice, Noul, Score, TypeSafeBadRequestError, TypeSafeC
 from lockstep.config import ConfigError
 from lockstep.server import create_app
 from tests.branch_fake import make_branch
+from tests.decisions.test_docs import blocks
 from tests.server.support import ServerThread, fake_llm, smollm2_tokenizer, wait_until
 
 TEXT = "I can answer answer this from the documents"
@@ -472,3 +476,32 @@ def test_a_branch_cannot_have_the_models_name(tmp_path: Path) -> None:
     llm = fake_llm("judged", branches={"judged": make_branch(tmp_path, "judge")})
     with pytest.raises(ConfigError, match="'judged' is the name of the model"):
         create_app(llm)
+
+
+# --- the guide --------------------------------------------------------------------------------
+
+
+def at_hand(code: str, server: ServerThread) -> str:
+    """The guide's code for the server at hand."""
+    return code.replace("http://127.0.0.1:8000", server.url).replace('"smollm2"', '"parrot"')
+
+
+def test_the_guides_clients(
+    judged_server: ServerThread, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = blocks("branches.md", "python server")
+    assert len(served) == 2
+    for code in served:
+        exec(at_hand(code, judged_server), {})
+    assert "'source': 'labels'" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell's quotes")
+def test_the_guides_commands(judged_server: ServerThread) -> None:
+    curls = [code for code in blocks("branches.md", "sh") if code.startswith("curl http")]
+    assert len(curls) == 2
+    for code in curls:
+        command = shlex.split(at_hand(code, judged_server))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        reply = json.loads(done.stdout)
+        assert "decision" in reply or "label" in reply["data"][0]

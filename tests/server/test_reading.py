@@ -17,7 +17,7 @@ import pytest
 from typesafe_sdk import Choice, Noul, Score, TypeSafeClient
 
 from lockstep.async_llm import AsyncLLM
-from tests.decisions.test_docs import BLOCKS
+from tests.decisions.test_docs import blocks
 from tests.server.support import ServerThread
 
 TEXT = "I was charged twice for my order and nobody answers my emails. Refund me now!"
@@ -276,17 +276,16 @@ def test_embeddings_that_are_refused(
 
 
 def test_the_guides_clients(server: ServerThread, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = [code for _, served, code in BLOCKS if served]
-    assert len(blocks) == 2
-    for code in blocks:
+    served = blocks("decisions.md", "python server")
+    assert len(served) == 2
+    for code in served:
         exec(code.replace("http://127.0.0.1:8000", server.url), {})
     assert "'angry'" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell's quotes")
 def test_the_guides_commands(server: ServerThread) -> None:
-    for kind, _, code in BLOCKS:
-        if kind == "sh":
-            command = shlex.split(code.replace("http://127.0.0.1:8000", server.url))
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-            assert '"probability"' in done.stdout
+    for code in blocks("decisions.md", "sh"):
+        command = shlex.split(code.replace("http://127.0.0.1:8000", server.url))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert '"probability"' in done.stdout
