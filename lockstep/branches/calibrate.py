@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,7 @@ def reliability(probabilities: Floats, targets: Ints, bins: int = BINS) -> list[
     right = chosen == targets
     edges = np.linspace(0.0, 1.0, bins + 1)
     found = []
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in pairwise(edges):
         inside = (confidence > low) & (confidence <= high)
         count = int(inside.sum())
         mean = float(confidence[inside].mean()) if count else 0.0
@@ -103,7 +104,7 @@ def brier(probabilities: Floats, targets: Ints) -> float:
 
 def choose(probabilities: Floats, thresholds: Sequence[float | None]) -> Ints:
     """As `options.choose`, of every row: the first option that reaches its threshold wins."""
-    chosen = probabilities.argmax(axis=1).astype(np.int64)
+    chosen: Ints = np.asarray(probabilities.argmax(axis=1), dtype=np.int64)
     for index in reversed(range(len(thresholds))):
         threshold = thresholds[index]
         if threshold is not None:

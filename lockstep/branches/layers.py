@@ -125,7 +125,8 @@ class Layers:
 
     def outputs(self, batch: Batch, parameters: Parameters, scale: float) -> Tensor:
         """The head's float32 outputs [B, outputs]."""
-        rows = rms_norm(self.forward(batch, parameters, scale), parameters["norm.weight"], self.eps)
+        hidden = self.forward(batch, parameters, scale)
+        rows = rms_norm(hidden, parameters["norm.weight"], self.eps)
         return functional.linear(rows, parameters["head.weight"], parameters["head.bias"])
 
 
@@ -221,7 +222,8 @@ def _unpack(model: DecoderModel, index: int) -> TrunkLayer:
         raise TypeError(f"layers of {model.architecture} cannot be trained through")
     attention, mlp = layer.self_attn, layer.mlp
     unpack = model.backend.unpack
-    qkv = torch.split(unpack(attention.qkv_proj.weight).float().cpu(), attention.shape.qkv_sizes)
+    sizes = list(attention.shape.qkv_sizes)
+    qkv = torch.split(unpack(attention.qkv_proj.weight).float().cpu(), sizes)
     gate, up = unpack(mlp.gate_up_proj).float().cpu().chunk(2)
     matrices = (
         *qkv,
@@ -232,7 +234,7 @@ def _unpack(model: DecoderModel, index: int) -> TrunkLayer:
     )
     biases: dict[str, Tensor] = {}
     if attention.qkv_proj.bias is not None:
-        parts = torch.split(attention.qkv_proj.bias.float().cpu(), attention.shape.qkv_sizes)
+        parts = torch.split(attention.qkv_proj.bias.float().cpu(), sizes)
         biases.update(zip(TARGETS[:3], parts, strict=True))
     if attention.o_proj.bias is not None:
         biases["o_proj"] = attention.o_proj.bias.float().cpu()

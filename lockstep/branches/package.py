@@ -1,25 +1,17 @@
-"""The folder that is served: `branch.safetensors` first, then the description that names it."""
+"""Where a trained branch may be written, and what its folder says about how it came to be."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+import torch
 
-from lockstep.branch import (
-    DESCRIPTION,
-    TENSORS,
-    Branch,
-    BranchError,
-    read_branch,
-    write_branch,
-)
+import lockstep
+from lockstep.branch import DESCRIPTION, BranchError
+from lockstep.branches.data import Dataset
+from lockstep.branches.train import Recipe, Trained
+from lockstep.types import EngineInfo
 
 
 def check_folder(folder: Path) -> None:
@@ -34,44 +26,32 @@ def check_folder(folder: Path) -> None:
         raise BranchError(f"{folder}: exists and is no branch: name another folder")
 
 
-def save_branch(branch: Branch, tensors: Mapping[str, Tensor], folder: Path) -> Branch:
-    """Write a branch; returns it with the hash of its tensors.
-
-    Both files are replaced as a whole; of a branch that is overwritten the description goes
-    first, so that no moment shows one branch's tensors under another's name.
-
-    Raises:
-        BranchError: see `check_folder`, or the disk's complaint.
-    """
-    check_folder(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / DESCRIPTION).unlink(missing_ok=True)
-        draft = folder / f"{TENSORS}.draft"
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, draft)
-        digest = hashlib.sha256(draft.read_bytes()).hexdigest()
-        os.replace(draft, folder / TENSORS)
-        branch = replace(branch, tensors=digest)
-        write_branch(branch, folder)
-    except OSError as error:
-        raise BranchError(f"{folder}: {error.strerror or error}") from None
-    return branch
-
-
-def load_branch(folder: Path) -> tuple[Branch, dict[str, Tensor]]:
-    """A branch and its float32 tensors.
-
-    Raises:
-        BranchError: not a branch, or tensors that are missing or are not its own.
-    """
-    branch = read_branch(folder)
-    file = folder / TENSORS
-    try:
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        if branch.tensors and digest != branch.tensors:
-            raise BranchError(f"{file}: its SHA-256 is {digest}, {DESCRIPTION} names another")
-        return branch, load_file(file)
-    except OSError as error:
-        raise BranchError(f"{file}: {error.strerror or error}") from None
-    except SafetensorError as error:
-        raise BranchError(f"{file}: {error}") from None
+def training_record(
+    recipe: Recipe,
+    trained: Trained,
+    data: Dataset,
+    rows: int,
+    counts: dict[str, int],
+    info: EngineInfo,
+) -> dict[str, Any]:
+    """What it takes to train a branch again, and on what machine its bits were made."""
+    return {
+        "data": data.path.name,
+        "data_sha256": data.digest,
+        "rows": rows,
+        "labels": counts,
+        "seed": recipe.seed,
+        "epochs": recipe.epochs,
+        "batch": recipe.batch,
+        "learning_rate": recipe.learning_rate,
+        "head_rate": recipe.head_rate,
+        "decay": recipe.decay,
+        "clip": recipe.clip,
+        "losses": [round(loss, 5) for loss in trained.losses],
+        "dtype": info.dtype,
+        "backend": info.backend,
+        "fingerprint": info.fingerprint,
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "lockstep": lockstep.__version__,
+    }

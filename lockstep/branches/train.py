@@ -323,7 +323,7 @@ def _gradients(
     """The summed loss of a part and its gradients, in the parameters' order."""
     found = layers.outputs(data.batch(part), parameters, recipe.scale)
     loss = loss_of(found, [data.examples[i] for i in part], recipe.head)
-    return float(loss), torch.autograd.grad(loss, list(parameters.values()))
+    return float(loss.detach()), torch.autograd.grad(loss, list(parameters.values()))
 
 
 def loss_of(found: Tensor, examples: Sequence[Example], head: HeadKind) -> Tensor:
