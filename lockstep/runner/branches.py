@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from lockstep.branch import Branch, BranchError, read_branch
@@ -56,20 +57,30 @@ class BranchTable:
         self._check(branch, folder, base)
         shapes = tensor_shapes(self._model, branch)
         tensors = read_tensors(folder, branch, shapes)
-        known = self._loaded.get(branch.key)
-        if known is not None:
-            known.uses += 1
+        if branch.key in self._loaded:
+            self._loaded[branch.key].uses += 1
             return branch
-        weights = pack_adapters(self._model, branch, tensors)
-        self._loaded[branch.key] = _Loaded(weights, BranchHead(self._model, tensors))
-        if None not in self._slots:
-            self._slots.append(None)
-        slot = self._slots.index(None)
-        self._slots[slot] = branch.key
+        try:
+            self._take(branch, tensors)
+        except torch.OutOfMemoryError as error:
+            raise BranchError(f"{folder}: no room for it on the device: {error}") from None
+        return branch
+
+    def _take(self, branch: Branch, tensors: dict[str, Tensor]) -> None:
+        """Put a branch on the device; if that fails, all is as it was."""
+        loaded = _Loaded(
+            pack_adapters(self._model, branch, tensors), BranchHead(self._model, tensors)
+        )
+        slots = self._slots if None in self._slots else [*self._slots, None]
+        slot = slots.index(None)
+        slots = [*slots[:slot], branch.key, *slots[slot + 1 :]]
+        self._sets = self._sets_with(
+            slots, {**self._loaded, branch.key: loaded}, branch.fork, branch.exit
+        )
+        self._slots = slots
+        self._loaded[branch.key] = loaded
         tail = (branch.fork, branch.exit) if branch.adapt == "context" else None
         self.places[branch.key] = BranchPlace(branch.fork, branch.exit, slot, tail)
-        self._renew(branch.fork, branch.exit)
-        return branch
 
     def unload(self, key: str) -> None:
         """See `plan.BranchHost.unload_branch`."""
@@ -80,7 +91,7 @@ class BranchTable:
         place = self.places.pop(key)
         del self._loaded[key]
         self._slots[place.slot] = None
-        self._renew(place.fork, place.exit)
+        self._sets = self._sets_with(self._slots, self._loaded, place.fork, place.exit)
 
     def _check(self, branch: Branch, folder: str | Path, base: str) -> None:
         if branch.base != base:
@@ -99,18 +110,22 @@ class BranchTable:
                 "another context branch of these layers, with --branch when the server starts"
             )
 
-    def _renew(self, begin: int, end: int) -> None:
-        """Make the sets of layers [begin, end) anew from what is loaded."""
+    def _sets_with(
+        self, slots: list[str | None], loaded: dict[str, _Loaded], begin: int, end: int
+    ) -> dict[tuple[int, LinearName], LoraSet]:
+        """The sets, those of layers [begin, end) made anew for these slots."""
+        sets = dict(self._sets)
         for layer in range(begin, end):
             for linear in _LINEARS:
                 weights = [
-                    None if key is None else self._loaded[key].weights.get((layer, linear))
-                    for key in self._slots
+                    None if key is None else loaded[key].weights.get((layer, linear))
+                    for key in slots
                 ]
                 if any(weight is not None for weight in weights):
-                    self._sets[layer, linear] = self._model.backend.lora_set(weights)
+                    sets[layer, linear] = self._model.backend.lora_set(weights)
                 else:
-                    self._sets.pop((layer, linear), None)
+                    sets.pop((layer, linear), None)
+        return sets
 
     def adapters(self, index: Tensor) -> Adapters:
         """The adapters of rows whose slots are int32 [R]."""

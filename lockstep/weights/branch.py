@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from lockstep.branch import TENSORS, Branch, BranchError, write_branch
 
 if TYPE_CHECKING:
     import torch
+
+_HEADER_BYTES = 512  # of one tensor in a file's header, and more than that
 
 
 def read_tensors(
@@ -32,7 +35,11 @@ def read_tensors(
     from safetensors.torch import load
 
     path = Path(folder) / TENSORS
+    most = 2 * sum(4 * prod(shape) + _HEADER_BYTES for shape in shapes.values())
     try:
+        size = path.stat().st_size
+        if size > most:
+            raise BranchError(f"{path}: {size} bytes, such a branch has less than {most}")
         data = path.read_bytes()
     except OSError as error:
         raise BranchError(f"{path}: {error.strerror or error}") from None

@@ -374,6 +374,60 @@ def test_a_branch_that_does_not_fit_is_refused(
         without.load_branch(str(tmp_path / "context"))
 
 
+def test_a_load_that_fails_half_way_leaves_all_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = world("llama", tmp_path)
+    runner = place.probe.runner
+    before = {label: decide(place, label) for label in place.branches}
+    package(runner.model, tmp_path / "more", 9, rank=3)
+    made = 0
+    lora_set = runner.backend.lora_set
+
+    def short_of_memory(weights: Any) -> Any:
+        nonlocal made
+        made += 1
+        if made > 2:
+            raise torch.OutOfMemoryError("no memory left")
+        return lora_set(weights)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.backend, "lora_set", short_of_memory)
+        with pytest.raises(BranchError, match="more: no room for it on the device: no memory"):
+            runner.load_branch(str(tmp_path / "more"))
+    assert {label: decide(place, label) for label in place.branches} == before
+    assert len(runner._branches) == 4
+    place.branches["more"] = runner.load_branch(str(tmp_path / "more"))
+    assert decide(place, "more").scores
+
+
+@pytest.mark.parametrize("adapt", ["suffix", "context"])
+def test_a_fork_at_the_first_layer(tmp_path: Path, adapt: Any) -> None:
+    """What enters it are the embedded ids: a context's twin runs from there."""
+    place = world("gemma3", tmp_path)
+    model = place.probe.runner.model
+    branch = package(model, tmp_path / "root", 5, fork=0, exit=2, adapt=adapt)
+    runner = Runner(
+        model,
+        place.probe.runner.backend,
+        memory_bytes=8 << 20,
+        identity=Identity(weights_hash=BASE),
+        branches=[branch],
+        keep_activations=True,
+    )
+    assert runner.load_branch(str(tmp_path / "root")) == branch
+    assert all(group.kind != "activations" for group in runner.groups)
+    tensors = random_tensors(model, branch, 5)
+    root = World(place.oracle, Probe(runner), {"root": branch}, {"root": tensors})
+    expected = reference_scores(place.oracle, branch, tensors, CONTEXT, SUFFIX)
+    alone = decide(root, "root")
+    assert alone.scores == pytest.approx(expected.tolist(), abs=2e-4)
+    for way in WAYS:
+        root.probe.reset()
+        decision = Decision(root.probe, branch, CONTEXT, SUFFIX, **way)
+        assert scores_of(root.probe, decision, crowd(root)) == alone, way
+
+
 def test_rows_that_are_not_finite_are_told_apart(small: World) -> None:
     probe = small.probe
     probe.reset()

@@ -112,6 +112,9 @@ def test_a_file_that_is_another_is_refused(tmp_path: Path) -> None:
         path.write_bytes(bad)
         with pytest.raises(BranchError, match="not a safetensors file"):
             read_tensors(tmp_path, hashed(tmp_path), SHAPES)
+    path.write_bytes(good + bytes(10**5))  # it is not read at all
+    with pytest.raises(BranchError, match=r"bytes, such a branch has less than \d+"):
+        read_tensors(tmp_path, hashed(tmp_path), SHAPES)
     path.unlink()
     with pytest.raises(BranchError, match="No such file"):
         read_tensors(tmp_path, branch, SHAPES)
