@@ -266,9 +266,10 @@ def in_two(judge: Worker, writer: Worker, work: Work, threshold: float) -> Outco
         left, pipes = len(work.contexts), list({judge.pipe: 0, writer.pipe: 0})
         while left:
             for pipe in wait(pipes):
+                assert isinstance(pipe, Connection)
                 opened = []
-                for done in pipe.recv():  # type: ignore[union-attr]
-                    index = int("".join(filter(str.isdigit, done.id)))
+                for done in pipe.recv():
+                    index = int(done.id.removeprefix("decide").removeprefix("write"))
                     if done.id.startswith("write"):
                         texts[index] = done.tokens
                         left -= 1

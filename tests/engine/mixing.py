@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lockstep.branch import TARGETS, Branch
 from lockstep.config import BranchOptions, CacheConfig, SchedulerConfig
@@ -48,7 +49,7 @@ class Mixed:
     pool: int
     page_tokens: int = 16
 
-    def engine(self, *, branches: bool = True, keep: bool = True, **settings: int) -> Engine:
+    def engine(self, *, branches: bool = True, keep: bool = True, **settings: Any) -> Engine:
         """An engine with a cold cache, with the branches loaded or without any."""
         scheduler = SchedulerConfig(**{"max_sequences": 128, **settings}).resolved(
             self.backend.kind
@@ -215,3 +216,49 @@ def decides(answers: dict[str, Bits]) -> dict[str, Bits]:
 def differ(answers: dict[str, Bits]) -> bool:
     """Whether most answers are unlike each other: a comparison of constants proves nothing."""
     return len({found[1] for found in answers.values()}) > len(answers) // 2
+
+
+def check_gates(world: Mixed, writers: Sequence[Request]) -> tuple[int, int]:
+    """Gated requests, every writer through every branch, against what they stand for: a
+    decision and an ungated answer, each alone on a cold cache.
+
+    Returns: how many gates opened, of how many.
+    """
+    header, question = (7, 8, 9), (11, 12, 13, 14)
+    work = []
+    for one in writers:
+        for name in world.branches:
+            made = gated(one, name, question, header)
+            work.append(replace(made, id=f"{name} {made.id}"))
+    found = run(world.engine(), interleaved(work, writers))
+    engine, opened = world.engine(), 0
+    for one in writers:
+        engine.flush_cache()
+        plain = run(engine, [[replace(one, prompt=(*one.prompt, *header))]])
+        for name in world.branches:
+            asked = Request(
+                "decide",
+                (*one.prompt, *question),
+                SamplingParams(max_tokens=0, seed=0),
+                branch=name,
+                branch_from=len(one.prompt),
+            )
+            engine.flush_cache()
+            engine.submit(asked)
+            outputs = []
+            while engine.has_work():
+                outputs += engine.step()
+            (scores,) = [out.scores for out in outputs if out.scores]
+            opens = max(range(3), key=lambda i: (scores[i], -i)) != 1
+            opened += opens
+            for choice in range(one.sampling.n):
+                tokens, values, finish = found[f"{name} gate {one.id} {choice}"]
+                assert isinstance(values, bytes)
+                if not opens:
+                    assert (tokens, finish) == ((), FinishReason.GATE)
+                    continue
+                expected, logprobs, end = plain[f"{one.id} {choice}"]
+                assert isinstance(logprobs, bytes)
+                assert (tokens, finish) == (expected, end)
+                assert values.startswith(logprobs)  # behind them stand those of the gate
+    return opened, len(work)

@@ -7,8 +7,8 @@ on a cold cache. A backend whose sums follow the batch must fail both comparison
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +22,10 @@ from tests.control import RowSplitBackend
 from tests.engine.mixing import (
     Bits,
     Mixed,
+    check_gates,
     decides,
     decisions,
     differ,
-    gated,
     generation,
     interleaved,
     mixed,
@@ -69,7 +69,8 @@ def written(world: Mixed, writers: list[Request]) -> dict[str, Bits]:
 @pytest.fixture(scope="module")
 def dedicated(world: Mixed, judged: list[Request]) -> dict[str, Bits]:
     """Each decision alone on a cold cache, in an engine that does nothing else."""
-    engine, found = world.engine(), {}
+    engine = world.engine()
+    found: dict[str, Bits] = {}
     for one in judged[:20]:
         engine.flush_cache()
         found |= run(engine, [[one]])
@@ -106,49 +107,16 @@ def test_decisions_alone_are_those_of_a_crowd_of_them(
     world: Mixed, judged: list[Request], dedicated: dict[str, Bits]
 ) -> None:
     """An engine that serves the branches only, all at once; another in small chunks."""
-    for settings in ({}, {"max_step_tokens": 16, "max_chunk_tokens": 7}):
+    small: dict[str, Any] = {"max_step_tokens": 16, "max_chunk_tokens": 7}
+    for settings in ({}, small):
         found = run(world.engine(**settings), [judged[:20]])
         assert found == dedicated
 
 
 def test_a_gated_answer_is_the_ungated_one(world: Mixed, writers: list[Request]) -> None:
     """Decision and answer from one prefill are those of two requests."""
-    header, question = (7, 8, 9), (11, 12, 13, 14)
-    engine, opened = world.engine(), 0
-    work, plain = [], {}
-    for one in writers:
-        for name in LAYERS:
-            made = gated(one, name, question, header)
-            work.append(replace(made, id=f"{name} {made.id}"))
-    found = run(world.engine(), interleaved(work, writers))
-    for one in writers:
-        engine.flush_cache()
-        longer = replace(one, prompt=(*one.prompt, *header))
-        plain |= run(engine, [[longer]])
-    for one in writers:
-        for name, branch in world.branches.items():
-            asked = replace(
-                one, id="d", prompt=(*one.prompt, *question), branch=name,
-                branch_from=len(one.prompt), sampling=replace(one.sampling, max_tokens=0, n=1,
-                logprobs=None),
-            )  # fmt: skip
-            engine.flush_cache()
-            engine.submit(asked)
-            (out,) = [out for _ in range(9) if engine.has_work() for out in engine.step()]
-            best = max(range(3), key=lambda i: (out.scores[i], -i))
-            for choice in range(one.sampling.n):
-                tokens, values, finish = found[f"{name} gate {one.id} {choice}"]
-                if best == 1:
-                    assert tokens == ()
-                    assert str(finish) == "gate"
-                    continue
-                opened += 1
-                expected, logprobs, end = plain[f"{one.id} {choice}"]
-                assert (tokens, finish) == (expected, end)
-                assert isinstance(values, bytes)
-                assert isinstance(logprobs, bytes)
-                assert values.startswith(logprobs), branch.key
-    assert 0 < opened < len(LAYERS) * len(writers) * 5 // 4, "gates open and close"
+    opened, gates = check_gates(world, writers)
+    assert 0 < opened < gates == len(LAYERS) * len(writers)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
