@@ -201,7 +201,7 @@ def test_a_window_lets_go_of_pages_and_the_plan_says_so() -> None:
     assert list(executor.plans[-1].runs[0].pages[0]) == []  # the tables ended with the sequence
 
 
-@pytest.mark.parametrize("seed", (42, 147, 155))
+@pytest.mark.parametrize("seed", [42, 147, 155])
 def test_a_step_without_budget_for_a_prompt_has_no_run_of_it(seed: int) -> None:
     # As many sequences decode as a step has tokens, while a prompt is begun.
     chance = random.Random(seed)

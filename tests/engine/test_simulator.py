@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence as Ordered
 from functools import cache
 
 import pytest
 
-from lockstep.config import CacheConfig, SchedulerConfig
+from lockstep.config import BranchOptions, CacheConfig, SchedulerConfig
 from lockstep.engine.loop import Engine
-from lockstep.engine.sequence import State
+from lockstep.engine.sequence import Sequence, State
 from lockstep.runner.plan import Plan
 from lockstep.types import (
     FinishReason,
@@ -25,6 +25,7 @@ from lockstep.types import (
     Request,
     RequestError,
     SamplingParams,
+    SequenceOutput,
     TokenLogprob,
 )
 from tests.fakes import FakeExecutor, expected_tokens, hashes
@@ -49,12 +50,19 @@ SLIDING = (LayerGroup("sliding", "sliding", (0, 1), 1, 8, 6),)
 class Driver:
     """One engine under random load, and what is known about every request."""
 
-    def __init__(self, seed: int, executor: FakeExecutor, config: SchedulerConfig, keep: bool):
+    def __init__(
+        self,
+        seed: int,
+        executor: FakeExecutor,
+        config: SchedulerConfig,
+        keep: bool,
+        branches: BranchOptions | None = None,
+    ):
         self.random = random.Random(seed)
         self.executor = executor
         executor.fails = self.fails
         executor.keep_plans = False
-        self.engine = Engine(executor, config, CacheConfig(prefix_caching=keep))
+        self.engine = Engine(executor, config, CacheConfig(prefix_caching=keep), branches=branches)
         self.requests: dict[str, Request] = {}
         self.open: set[tuple[str, int]] = set()
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
@@ -117,6 +125,7 @@ class Driver:
         for output in outputs:
             key = (output.request, output.choice)
             assert key in self.open, "an output after the end"
+            self.take(output)
             self.tokens[key].extend(output.tokens)
             if output.prompt_logprobs is not None:
                 assert output.request not in self.scores
@@ -135,6 +144,13 @@ class Driver:
         )
         assert after.pages_used + after.pages_cached <= after.pages_total
 
+    def take(self, output: SequenceOutput) -> None:
+        """For drivers that look at more of an output."""
+
+    def left(self, sequence: Sequence) -> int:
+        """Steps of one token each that it has before it."""
+        return sequence.max_len - sequence.computed
+
     def watch_the_best(self) -> None:
         """Nobody starves: whoever is best, and stays it, ends within a step for each of its own
         tokens that are yet to be computed, plus `SLACK`, whatever else is in the queue. Others
@@ -146,7 +162,7 @@ class Driver:
         if best.number != self.leader:
             self.leader = best.number
             ahead = scheduler.running if best.state is State.WAITING else []
-            self.allowed = SLACK + sum(s.max_len - s.computed for s in [best, *ahead])
+            self.allowed = SLACK + sum(map(self.left, [best, *ahead]))
         assert self.allowed > 0, f"sequence {best.number} is the best and starves"
         self.allowed -= 1
 
@@ -189,7 +205,7 @@ class Driver:
         self.check_leaks()
 
     @staticmethod
-    def check_scores(request: Request, entries: Sequence[TokenLogprob | None]) -> None:
+    def check_scores(request: Request, entries: Ordered[TokenLogprob | None]) -> None:
         """Every token from `score_from` on has the entry of its own id, those before none."""
         scored = [entry.token for entry in entries if entry is not None]
         assert scored == list(request.prompt[request.score_from :])
