@@ -301,7 +301,8 @@ class Backend(ABC):
 
     @abstractmethod
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
-        """As `linear` without bias, but the float32 accumulator is the result: [R, V]."""
+        """As `linear` without bias, but the float32 accumulator is the result: [R, V],
+        contiguous."""
 
     @abstractmethod
     def gated_linear(self, x: Tensor, weight: Weight, activation: Activation) -> Tensor:

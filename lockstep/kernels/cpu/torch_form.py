@@ -157,7 +157,7 @@ class TorchBackend(Backend):
         return _finish(self.logits(x, weight), x.dtype, bias, residual)
 
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
-        return self._product(x, weight.data)[:, : weight.n]
+        return self._product(x, weight.data)[:, : weight.n].contiguous()
 
     def gated_linear(self, x: Tensor, weight: Weight, activation: Activation) -> Tensor:
         return _gate(self.logits(x, weight), x.dtype, activation)
