@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config import CacheConfig, EngineConfig, ModelOptions, SchedulerConfig
+from lockstep.config import CacheConfig, ConfigError, EngineConfig, ModelOptions, SchedulerConfig
 from lockstep.types import (
     FinishReason,
     LockstepError,
@@ -188,21 +188,30 @@ class World:
         Args:
             slabs: of its pool; 0 takes the fewest that hold one sequence of full length.
         """
-        from lockstep.runner.runner import Runner
-
         count = slabs or 2
         while True:
-            made = Runner(
+            made = self._runner_of(count)
+            if slabs and made is None:
+                raise ConfigError(f"{slabs} slabs hold no sequence")
+            if made is not None and (slabs or made.max_context >= self.context):
+                return made
+            count = count * 5 // 4 + 1
+
+    def _runner_of(self, slabs: int) -> Runner | None:
+        """None when the slabs hold not one page of every kind."""
+        from lockstep.runner.runner import Runner
+
+        try:
+            return Runner(
                 self._runner.model,
                 self._runner.backend,
                 page_tokens=self._runner.page_tokens,
-                num_slabs=count,
+                num_slabs=slabs,
                 max_context=self.context,
                 graphs=False,
             )
-            if slabs or made.max_context >= self.context:
-                return made
-            count = count * 5 // 4 + 1
+        except ConfigError:
+            return None
 
     @property
     def slabs(self) -> int:

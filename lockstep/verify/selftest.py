@@ -141,7 +141,7 @@ class _Examination:
         late = urgent(self._world.info.vocab_size)
         if not _fits(late, runner.max_context):
             return Outcome(point, None, f"its context of {runner.max_context} tokens is too short")
-        ran = run(self._world.engine(runner), self._asked, late)
+        ran = run(self._world.engine(runner), [*self._others, *self._asked], late)
         if not ran.preemptions:
             return Outcome(point, None, "nothing was preempted")
         more = f", {ran.preemptions} preemptions"
