@@ -264,53 +264,73 @@ def build(
     trunk.check(plan.recipe)
     _check_aim(plan)
     branch = describe(trunk, plan)
-    examples = (*data.examples, *(calibration.examples if calibration else ()))
-    tokens = trunk.tokens(data, branch)
-    if calibration is None:
-        chosen, held = split(data.examples, plan.share, plan.recipe.seed)
-    else:
-        tokens += trunk.tokens(calibration, branch)
-        chosen = list(range(len(data.examples)))
-        held = list(range(len(data.examples), len(examples)))
-    rows = trunk.rows(tokens, [branch.fork], progress)[branch.fork]
+    parts = part(trunk, branch, plan, data, calibration)
+    rows = trunk.rows(parts.tokens, [branch.fork], progress)[branch.fork]
     layers = Layers(trunk.runner.model, branch.fork, branch.exit)
-    trained, found = train_once(trunk, layers, examples, tokens, rows, plan, chosen, held, progress)
-    held_rows = tuple(examples[i] for i in held)
-    counts = _counts([examples[i] for i in chosen], branch)
-    record = training_record(plan.recipe, trained, data, len(chosen), counts, trunk.runner.info())
+    trained, found = train_once(trunk, layers, parts, rows, plan, progress)
+    held_rows = tuple(parts.examples[i] for i in parts.held)
+    learnt = [parts.examples[i] for i in parts.chosen]
+    counts = _counts(learnt, branch)
+    record = training_record(plan.recipe, trained, data, len(learnt), counts, trunk.runner.info())
     branch = replace(calibrated(branch, found, held_rows, plan.aim), training=record)
     branch = write_package(branch, trained.parameters, folder)
     return Built(branch, trained.parameters, held_rows, found)
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Examples and their ids; indices of those to train on and of those held back."""
+
+    examples: tuple[Example, ...]
+    tokens: tuple[Tokens, ...]
+    chosen: tuple[int, ...]
+    held: tuple[int, ...]
+
+
+def part(
+    trunk: Trunk, branch: Branch, plan: Plan, data: Dataset, calibration: Dataset | None
+) -> Parts:
+    """All rows of `data` to train on and those of `calibration` held back, or a split of `data`.
+
+    Raises:
+        BranchError: rows that the model cannot read, or too few to split.
+    """
+    tokens = trunk.tokens(data, branch)
+    if calibration is None:
+        chosen, held = split(data.examples, plan.share, plan.recipe.seed)
+        return Parts(data.examples, tuple(tokens), tuple(chosen), tuple(held))
+    tokens += trunk.tokens(calibration, branch)
+    rows = range(len(tokens))
+    border = len(data.examples)
+    examples = (*data.examples, *calibration.examples)
+    return Parts(examples, tuple(tokens), tuple(rows[:border]), tuple(rows[border:]))
+
+
 def train_once(
     trunk: Trunk,
     layers: Layers,
-    examples: Sequence[Example],
-    tokens: Sequence[Tokens],
+    parts: Parts,
     rows: Activations,
     plan: Plan,
-    chosen: Sequence[int],
-    held: Sequence[int],
     progress: Progress = _silent,
 ) -> tuple[Trained, Floats]:
-    """Train on the rows `chosen`; the tensors, and the head's outputs on the rows `held`."""
+    """Train; the tensors, and the head's outputs on the rows that are held back."""
     recipe = plan.recipe
     with workers(plan.threads or len(os.sched_getaffinity(0))) as pool:
         progress("keys and values of contexts", 0.0)
-        data: Prepared = prepare(layers, examples, tokens, rows, recipe.adapt, pool)
+        data: Prepared = prepare(layers, parts.examples, parts.tokens, rows, recipe.adapt, pool)
         trained = fit(
             layers,
             data,
-            chosen,
+            parts.chosen,
             recipe,
             pool,
             first=trunk.first_head(recipe.head, recipe.options),
             progress=lambda done, total, text: progress(f"training: {text}", done / total),
         )
-        found = outputs(layers, data, held, trained.parameters, recipe.scale, pool)
+        found = outputs(layers, data, parts.held, trained.parameters, recipe.scale, pool)
     if recipe.head != "value":
-        found = allowed(found, [examples[i] for i in held])
+        found = allowed(found, [parts.examples[i] for i in parts.held])
     result: Floats = found.double().numpy()
     return trained, result
 

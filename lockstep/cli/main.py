@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lockstep import __version__
-from lockstep.cli import batch, verify, verify_drift
+from lockstep.cli import batch, branch, verify, verify_drift
 from lockstep.cli.chat import chat
 from lockstep.cli.check_model import check_model
 from lockstep.cli.doctor import doctor
@@ -50,6 +50,7 @@ app.command()(generate)
 app.command()(serve)
 app.add_typer(keys)
 app.add_typer(batch.app, name="batch")
+app.add_typer(branch.app, name="branch")
 verify_drift.add_to(verify.app)
 app.add_typer(verify.app, name="verify")
 app.command()(models)
