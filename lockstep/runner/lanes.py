@@ -43,10 +43,11 @@ class BranchPlace:
 
 @dataclass(frozen=True, slots=True)
 class LaneRows:
-    """Runs that pass through a segment together, in the plan's order.
+    """Runs that pass through a segment together.
 
     Attributes:
-        runs: their indices in the plan.
+        runs: their indices in the plan, in its order; adapted ones branch by branch, since
+            rows of one adapter are best next to each other.
         whole: the lane of the segment before that these rows are, all and in order.
         gather: else the rows' places among all that left the segment before, lane by lane,
             and behind them the segment's `kept` runs.
@@ -198,6 +199,8 @@ def _lanes(
             trunk.append(i)
         else:
             found.setdefault((True, place.tail), []).append(i)
+    for members in found.values():
+        members.sort(key=lambda i: branches[runs[i].branch].slot)
     if trunk:
         found[False, None] = trunk
     return dict(sorted(found.items(), key=lambda entry: (entry[0][0], entry[0][1] or (-1, -1))))
