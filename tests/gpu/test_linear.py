@@ -107,12 +107,19 @@ def test_no_tile_moves_a_bit(
         assert same_bits(ops.gated_linear(x, gated, "silu", tile=tile), expected), tile
 
 
+# Rows, stored rows of the weight in a strip, strips, inputs of a stage, warps.
+STREAMS = [
+    (16, 16, 1, 256, 4), (16, 32, 1, 256, 4), (16, 16, 3, 256, 4), (16, 64, 2, 128, 4),
+    (16, 64, 3, 128, 4), (64, 32, 1, 128, 4), (64, 128, 1, 128, 4), (64, 64, 3, 128, 4),
+    (128, 32, 1, 64, 4), (128, 64, 1, 64, 4), (128, 128, 1, 64, 8), (128, 64, 3, 64, 8),
+    (256, 64, 3, 64, 8),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("k", [256, 1024, 4096])
-@pytest.mark.parametrize(
-    ("width", "strips"), [(16, 1), (32, 1), (16, 3), (64, 1), (64, 2), (64, 3)]
-)
+@pytest.mark.parametrize("shape", STREAMS)
 def test_streams_have_the_bits_of_tiles(
-    gpu: Backend, monkeypatch: pytest.MonkeyPatch, width: int, strips: int, k: int
+    gpu: Backend, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int, int], k: int
 ) -> None:
     """Every shape of a streaming program, launched and captured behind what it reads."""
     from lockstep.kernels.cuda import linear as ops
@@ -120,14 +127,13 @@ def test_streams_have_the_bits_of_tiles(
     from lockstep.kernels.cuda.tuning import Tile
 
     n, tile = 1536, Tile(16, 32, 64, 4, 3)
-    shape = stream.shape_of(width, strips, 256 if width * strips <= 64 else 128)
-    monkeypatch.setattr(stream, "choose", lambda stored, k, programs: shape)
+    monkeypatch.setattr(stream, "choose", lambda rows, *weight: stream.Stream(*shape))
     weight = gpu.pack(randn(n, k, dtype=torch.bfloat16))
     gated = gpu.pack_gated(*(randn(n, k, dtype=torch.bfloat16, seed=s) for s in (1, 2)))
     back = gpu.pack(randn(k, n, dtype=torch.bfloat16, seed=6))
     ragged = gpu.pack(randn(1500, k, dtype=torch.bfloat16, seed=7))
     bias = randn(n, seed=3).cuda()
-    for rows in (1, 3, 8, 9, 16):
+    for rows in (1, shape[0] // 2 + 1, shape[0], 2 * shape[0] + 5):
         x = randn(rows, k, dtype=torch.bfloat16, seed=rows).cuda()
         residual = randn(rows, n, dtype=torch.bfloat16, seed=5).cuda()
 

@@ -19,22 +19,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LAUNCH: dict[str, Any] = {"enable_fp_fusion": False}
 MOST_ARRIVALS = 1 << 17
-FEW_ROWS = 16  # of the tensor core's instruction: steps that are reads of the weights
+STREAMED_ROWS = 256  # of a product, at most, that reads its weight ahead (`stream.py`)
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @lru_cache(maxsize=8)
-def _can_chain(device: torch.device) -> bool:
+def can_chain(device: torch.device) -> bool:
+    """Whether a launch may begin while the one before it ends: on Hopper and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def chained(device: torch.device, rows: int = 0) -> dict[str, Any]:
     """Options of a launch that may begin while the one before it ends (`chain`), where the
-    device can do that (Hopper and later). With few `rows` it also lets the next one in."""
-    if not _can_chain(device):
+    device can do that. With no more `rows` than are streamed it also lets the next one in."""
+    if not can_chain(device):
         return {"CHAINED": 0, **LAUNCH}
-    return {"CHAINED": 2 if 0 < rows <= FEW_ROWS else 1, "launch_pdl": True, **LAUNCH}
+    return {"CHAINED": 2 if 0 < rows <= STREAMED_ROWS else 1, "launch_pdl": True, **LAUNCH}
 
 
 def ahead(device: torch.device) -> int:
@@ -56,9 +57,7 @@ def chain(CHAINED: tl.constexpr):
     """Wait until every launch before this one has ended; with 2, let the next begin first.
 
     Nothing that another kernel writes is read, and nothing at all written, before it. The
-    next launch may be a product of few rows, which reads its weight ahead (`stream.py`);
-    with many rows only the start of a launch overlaps the end of the one before: kernels
-    that let the next one in earlier were no faster at 256.
+    next launch may be a product that reads its weight ahead (`stream.py`).
     """
     if CHAINED:
         if CHAINED == 2:

@@ -1,11 +1,11 @@
-"""Products of a few rows: one wave of programs that stream their part of a weight once.
+"""Products of up to 256 rows: programs of one wave that stream their part of a weight once.
 
-The tree is that of `linear.py`. With at most sixteen rows a product is a read of its
-weight, and what it loses lies at its ends: the first loads' way to memory, and programs
-that have none left. So a program holds as many output features as give every
-multiprocessor one (`choose`), loads them with the bulk copy engine many stages ahead, and
-may start on its weights before the launch ahead of it has ended. Written in Gluon, which
-says where each copy is issued; Triton's own pipeline cannot split it around the wait.
+The tree is that of `linear.py`. With few rows a product is a read of its weight, and what it
+loses lies at its ends: the first loads' way to memory, and programs that have none left. So a
+program holds as many output features as give every multiprocessor one (`choose`); a warp of
+its own copies them stages ahead, and may start on the weight before the launch ahead of it has
+ended. Written in Gluon, which says where each copy is issued and which warp does what;
+Triton's own pipeline cannot split its copies around a wait.
 """
 
 from __future__ import annotations
@@ -18,16 +18,34 @@ from torch import Tensor
 from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    mma_v2,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.kernels.cuda.common import FEW_ROWS, ahead, chained, finish, gate, multiprocessors
+from lockstep.kernels.cuda.common import (
+    STREAMED_ROWS,
+    ahead,
+    can_chain,
+    chained,
+    finish,
+    gate,
+    multiprocessors,
+)
+
+FEW_ROWS = 16  # of the tensor core's smaller instruction
 
 _SHARED_BYTES = 226 << 10  # of a multiprocessor, less what barriers take
 _MOST_STAGES = 12
-_WARPS = 4  # that multiply
-_WIDTHS = ((16, 1), (32, 1), (16, 3), (64, 1), (32, 3), (64, 2), (64, 3))
+# Stored rows of a strip, and strips, the narrowest first: where a warp reads its operands
+# itself, and where warp groups do, which lose on narrow strips side by side.
+_FEW = ((16, 1), (32, 1), (16, 3), (64, 1), (32, 3), (64, 2), (64, 3))
+_MANY = ((32, 1), (64, 1), (128, 1), (64, 3))
 
 
 @gluon.jit
@@ -35,7 +53,7 @@ def _copy_weight(
     w, w_ring, full, block, stage, first,
     STRIPS: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Copy a block of the weight into a stage, which is full when the rows' block is there too."""
+    """Copy a block of the weight into a stage, which is full when that of the rows is there too."""
     bar = full.index(stage)
     mbarrier.expect(bar, 2 * BK * (STRIPS * WIDTH + ROWS))
     for strip in gl.static_range(STRIPS):
@@ -45,12 +63,18 @@ def _copy_weight(
 
 
 @gluon.jit
+def _copy_rows(x, x_ring, full, row, block, stage, BK: gl.constexpr):
+    """Copy a block of the rows; those beyond the last are zeros."""
+    tma.async_copy_global_to_shared(x, [row, block * BK], full.index(stage), x_ring.index(stage))
+
+
+@gluon.jit
 def _feed(
-    x, w, x_ring, w_ring, full, empty, first, early,
+    x, w, x_ring, w_ring, full, empty, row, first, early,
     STRIPS: gl.constexpr, WIDTH: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     BLOCKS: gl.constexpr, ROWS: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """What the feeding warps do: copies, as stages fall empty; with `early` the first stages'
+    """What the feeding warp does: copies, as stages fall empty; with `early` the first stages'
     weights before the launches ahead have ended."""
     AHEAD: gl.constexpr = min(STAGES, BLOCKS)
     if CHAINED:
@@ -63,13 +87,13 @@ def _feed(
     if CHAINED:
         gdc_wait()
     for stage in gl.static_range(AHEAD):
-        tma.async_copy_global_to_shared(x, [0, stage * BK], full.index(stage), x_ring.index(stage))
+        _copy_rows(x, x_ring, full, row, stage, stage, BK)
     stage = 0
     phase = 0
     for block in range(AHEAD, BLOCKS):
         mbarrier.wait(empty.index(stage), phase)
         _copy_weight(w, w_ring, full, block, stage, first, STRIPS, WIDTH, BK, ROWS)
-        tma.async_copy_global_to_shared(x, [0, block * BK], full.index(stage), x_ring.index(stage))
+        _copy_rows(x, x_ring, full, row, block, stage, BK)
         last = stage == STAGES - 1
         stage = gl.where(last, 0, stage + 1)
         phase = gl.where(last, phase ^ 1, phase)
@@ -87,7 +111,7 @@ def _sums(
     STRIPS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr,
     ROWS: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
-    """What the other warps do: the sums of up to three strips, K ascending."""
+    """Sums of up to three strips, K ascending, by warps that read a stage into registers."""
     acc0 = gl.zeros([ROWS, WIDTH], gl.float32, MMA)
     acc1 = acc0
     acc2 = acc0
@@ -117,12 +141,72 @@ def _sums(
 
 
 @gluon.jit
+def _group_sums(
+    x_ring, w_ring, full, empty,
+    STRIPS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr,
+    ROWS: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """The same for 64 rows and more: by warp groups, whose instructions read the stages."""
+    acc0 = gl.zeros([ROWS, WIDTH], gl.float32, MMA)
+    acc1 = gl.zeros([ROWS, WIDTH], gl.float32, MMA)
+    acc2 = gl.zeros([ROWS, WIDTH], gl.float32, MMA)
+    stage = 0
+    phase = 0
+    before = 0
+    for block in range(BLOCKS):
+        mbarrier.wait(full.index(stage), phase)
+        a = x_ring.index(stage)
+        b = w_ring.index(stage * STRIPS).permute((1, 0))
+        acc0 = warpgroup_mma(a, b, acc0, is_async=True)
+        if STRIPS > 1:
+            b = w_ring.index(stage * STRIPS + 1).permute((1, 0))
+            acc1 = warpgroup_mma(a, b, acc1, is_async=True)
+        if STRIPS > 2:
+            b = w_ring.index(stage * STRIPS + 2).permute((1, 0))
+            acc2 = warpgroup_mma(a, b, acc2, is_async=True)
+        # All but this block's products are done: the stage before is read.
+        if STRIPS == 1:
+            acc0 = warpgroup_mma_wait(STRIPS, deps=[acc0])
+        elif STRIPS == 2:
+            acc0, acc1 = warpgroup_mma_wait(STRIPS, deps=[acc0, acc1])
+        else:
+            acc0, acc1, acc2 = warpgroup_mma_wait(STRIPS, deps=[acc0, acc1, acc2])
+        tl.debug_barrier()
+        mbarrier.arrive(empty.index(before), count=1, pred=block > 0)
+        before = stage
+        last = stage == STAGES - 1
+        stage = gl.where(last, 0, stage + 1)
+        phase = gl.where(last, phase ^ 1, phase)
+    if STRIPS == 1:
+        acc0 = warpgroup_mma_wait(0, deps=[acc0])
+    elif STRIPS == 2:
+        acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+    else:
+        acc0, acc1, acc2 = warpgroup_mma_wait(0, deps=[acc0, acc1, acc2])
+    return acc0, acc1, acc2
+
+
+@gluon.jit
+def _multiply(
+    x_ring, w_ring, full, empty,
+    STRIPS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr,
+    ROWS: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """What the other warps do."""
+    if ROWS >= 64:
+        sums = _group_sums(x_ring, w_ring, full, empty, STRIPS, WIDTH, STAGES, BLOCKS, ROWS, MMA)
+    else:
+        sums = _sums(x_ring, w_ring, full, empty, STRIPS, WIDTH, STAGES, BLOCKS, ROWS, MMA)
+    return sums
+
+
+@gluon.jit
 def _store(
-    acc, bias, residual, out, first, M, N: gl.constexpr,
+    acc, bias, residual, out, row, first, M, N: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
     WIDTH: gl.constexpr, ROWS: gl.constexpr, MMA: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """One strip's epilogue; `first` is its first stored row of the weight."""
+    """One strip's epilogue; `row` and `first` are its first row of x and of the weight."""
     DTYPE: gl.constexpr = out.dtype.element_ty
     if ACTIVATION:
         HALF: gl.constexpr = WIDTH // 2
@@ -131,11 +215,11 @@ def _store(
         gates, ups = gl.split(acc.reshape([ROWS, HALF, 2]))
         value = gl.convert_layout(gate(gates, ups, ACTIVATION, DTYPE), LAYOUT)
         columns = first // 2 + gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
-        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+        rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
         finish(value, bias, residual, out, rows, columns, M, N, HAS_BIAS, HAS_RESIDUAL)
     else:
         columns = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, MMA))
-        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+        rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
         finish(acc, bias, residual, out, rows, columns, M, N, HAS_BIAS, HAS_RESIDUAL)
 
 
@@ -146,13 +230,19 @@ def _stream_kernel(
     HAS_RESIDUAL: gl.constexpr, WIDTH: gl.constexpr, STRIPS: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr, CHAINED: gl.constexpr,
 ):  # fmt: skip
-    """Up to three strips of WIDTH stored rows of the weight, all of K, for up to ROWS rows.
+    """Up to three strips of WIDTH stored rows of the weight, all of K, for ROWS rows.
 
     With `early` the weight is read before the launches ahead have ended.
     """
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
+    MMA: gl.constexpr = (
+        gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
+        if ROWS >= 64
+        else gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
+    )
     BLOCKS: gl.constexpr = K // BK
-    first = gl.program_id(0) * (STRIPS * WIDTH)
+    row_tiles = gl.cdiv(M, ROWS)
+    row = gl.program_id(0) % row_tiles * ROWS
+    first = gl.program_id(0) // row_tiles * (STRIPS * WIDTH)
     w_ring = gl.allocate_shared_memory(w.dtype, [STAGES * STRIPS, WIDTH, BK], w.layout)
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, BK], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -162,11 +252,11 @@ def _stream_kernel(
         mbarrier.init(empty.index(stage), count=1)
     acc0, acc1, acc2 = gl.warp_specialize(
         [
-            (_sums, (x_ring, w_ring, full, empty, STRIPS, WIDTH, STAGES, BLOCKS, ROWS, MMA)),
+            (_multiply, (x_ring, w_ring, full, empty, STRIPS, WIDTH, STAGES, BLOCKS, ROWS, MMA)),
             (
                 _feed,
                 (
-                    x, w, x_ring, w_ring, full, empty, first, early,
+                    x, w, x_ring, w_ring, full, empty, row, first, early,
                     STRIPS, WIDTH, BK, STAGES, BLOCKS, ROWS, CHAINED,
                 ),
             ),
@@ -177,58 +267,71 @@ def _stream_kernel(
     if CHAINED:
         gdc_wait()
     _store(
-        acc0, bias, residual, out, first, M, N, ACTIVATION, HAS_BIAS, HAS_RESIDUAL,
+        acc0, bias, residual, out, row, first, M, N, ACTIVATION, HAS_BIAS, HAS_RESIDUAL,
         WIDTH, ROWS, MMA, WARPS,
     )  # fmt: skip
     if STRIPS > 1:
         _store(
-            acc1, bias, residual, out, first + WIDTH, M, N, ACTIVATION, HAS_BIAS, HAS_RESIDUAL,
+            acc1, bias, residual, out, row, first + WIDTH, M, N, ACTIVATION, HAS_BIAS, HAS_RESIDUAL,
             WIDTH, ROWS, MMA, WARPS,
         )  # fmt: skip
     if STRIPS > 2:
         _store(
-            acc2, bias, residual, out, first + 2 * WIDTH, M, N, ACTIVATION, HAS_BIAS,
+            acc2, bias, residual, out, row, first + 2 * WIDTH, M, N, ACTIVATION, HAS_BIAS,
             HAS_RESIDUAL, WIDTH, ROWS, MMA, WARPS,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Shape of a program: `strips` of `width` stored rows of the weight, `k` inputs a stage."""
+    """Shape of a program.
 
+    Attributes:
+        rows: of x. width, strips: stored rows of the weight in a strip, and strips.
+        k: inputs of a stage. warps: that multiply. stages: as many as shared memory holds.
+    """
+
+    rows: int
     width: int
     strips: int
     k: int
-    stages: int
+    warps: int
+
+    @property
+    def stages(self) -> int:
+        stage = 2 * self.k * (self.width * self.strips + self.rows)
+        return min(_MOST_STAGES, _SHARED_BYTES // stage)
 
 
-def shape_of(width: int, strips: int, k: int) -> Stream:
-    """With as many stages as the shared memory of a multiprocessor holds."""
-    stage = 2 * k * (width * strips + FEW_ROWS)
-    return Stream(width, strips, k, min(_MOST_STAGES, _SHARED_BYTES // stage))
-
-
-@lru_cache(maxsize=1024)
-def choose(stored: int, k: int, programs: int) -> Stream | None:
-    """The narrowest shape of which `programs` cover the weight [stored, k]; None where the
-    weight is wider than one wave, or too small to matter."""
-    if k % 256 or stored * k < 1 << 20:
+@lru_cache(maxsize=4096)
+def choose(rows: int, stored: int, k: int, programs: int) -> Stream | None:
+    """The narrowest shape with which `programs` cover the product of `rows` rows and a weight
+    [stored, k], as measured on one H200; None where `linear.py` is as good."""
+    if rows > STREAMED_ROWS or k % 256 or stored * k < 1 << 20:
         return None
-    for width, strips in _WIDTHS:
-        if width * strips * programs >= stored:
-            return shape_of(width, strips, 256 if width * strips <= 64 else 128)
-    return None
+    if rows <= FEW_ROWS:
+        for width, strips in _FEW:
+            if width * strips * programs >= stored:
+                return Stream(FEW_ROWS, width, strips, 256 if width * strips <= 64 else 128, 4)
+        return None
+    high = 64 if rows <= 64 else 128
+    columns = programs // -(-rows // high)
+    width, strips = next((s for s in _MANY if s[0] * s[1] * columns >= stored), _MANY[-1])
+    if high == 64:
+        return Stream(64, width, strips, 128, 4)
+    if strips > 1 and rows > high:
+        high = 256
+    return Stream(high, width, strips, 64, 8 if width * strips > 64 else 4)
 
 
 def suits(x: Tensor, weight: Tensor) -> Stream | None:
     """The shape for rows x [M, K] and a stored weight, or None: it is for `linear.py`."""
-    if x.shape[0] > FEW_ROWS or x.dtype != torch.bfloat16 or x.device.type != "cuda":
-        return None
-    if torch.cuda.get_device_capability(x.device) < (9, 0):
+    rows, k = x.shape
+    if rows > STREAMED_ROWS or x.dtype != torch.bfloat16 or not can_chain(x.device):
         return None
     if x.data_ptr() % 16 or weight.data_ptr() % 16:
         return None
-    return choose(weight.shape[0], weight.shape[1], multiprocessors(x.device))
+    return choose(rows, weight.shape[0], k, multiprocessors(x.device))
 
 
 def launch(
@@ -241,24 +344,24 @@ def launch(
     residual: Tensor | None,
     activation: int,
 ) -> None:
-    """out [M, N] from x [M, K] and the stored weight; no more than FEW_ROWS rows.
+    """out [M, N] from x [M, K] and the stored weight.
 
     While a graph is captured its weight is read ahead (`ahead`).
     """
     rows, k = x.shape
     w_layout, x_layout = (
         gl.NVMMASharedLayout.get_default_for([high, shape.k], gl.bfloat16)
-        for high in (shape.width, FEW_ROWS)
+        for high in (shape.width, shape.rows)
     )
-    programs = -(-weight.shape[0] // (shape.width * shape.strips))
+    programs = -(-weight.shape[0] // (shape.width * shape.strips)) * -(-rows // shape.rows)
     _stream_kernel[(programs,)](
-        TensorDescriptor.from_tensor(x, [FEW_ROWS, shape.k], x_layout),
+        TensorDescriptor.from_tensor(x, [shape.rows, shape.k], x_layout),
         TensorDescriptor.from_tensor(weight, [shape.width, shape.k], w_layout),
         x if bias is None else bias,
         x if residual is None else residual,
         out, rows, ahead(x.device),
         N=out.shape[1], K=k, ACTIVATION=activation, HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, WIDTH=shape.width, STRIPS=shape.strips, BK=shape.k,
-        STAGES=shape.stages, ROWS=FEW_ROWS, WARPS=_WARPS, num_warps=_WARPS,
+        STAGES=shape.stages, ROWS=shape.rows, WARPS=shape.warps, num_warps=shape.warps,
         **chained(x.device),
     )  # fmt: skip
