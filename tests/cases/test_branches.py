@@ -1,132 +1,168 @@
-"""Answering and judging from one loaded SmolLM2: rows B01, B02 and B05 of the field's faults.
-
-B04, a score asked of a model without a head, is in tests/server/test_branches.py.
-"""
+"""Answer and judge from one loaded SmolLM2: one weight copy, every task, no token moved."""
 
 from __future__ import annotations
 
-import resource
+import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from lockstep import LLM, SamplingParams
-from lockstep.decisions import Choice
+from lockstep.branch import TARGETS, Branch
+from lockstep.decisions import Decision
+from lockstep.llm import Score
+from lockstep.model.adapters import tensor_shapes
 from lockstep.runner.runner import Runner
-from tests.model.branches import package
+from lockstep.types import TokenLogprob
+from lockstep.weights.branch import write_package
+from tests.model.branches import random_tensors
 
-STORY = "The river runs from the hills through two towns and a wide plain to the sea. " * 12
-CHAT = [{"role": "user", "content": f"{STORY}\nWhere does the river end?"}]
-PARAMS = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)
-OPTIONS = ("answer", "search", "refuse")
-WORDS = (" the", " a")
+CHAT = [
+    {"role": "user", "content": "Tell me about the tides. " * 12},
+    {"role": "assistant", "content": "The moon pulls the sea. " * 12},
+    {"role": "user", "content": "And about the sun?"},
+]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=1)
+FORK, EXIT = 26, 30
+
+
+def runner(llm: LLM) -> Runner:
+    executor = llm._open_engine()._executor
+    assert isinstance(executor, Runner)
+    return executor
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    gc.collect()
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * 4096
 
 
 @pytest.fixture(scope="module")
-def judged(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """The same model with a branch whose weights are random."""
-    folder: Path = tmp_path_factory.mktemp("judge")
-    executor: Any = llm._open_engine()._executor
-    assert isinstance(executor, Runner)
-    package(
-        executor.model,
-        folder,
+def folder(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A branch with random adapters and a head of three options."""
+    path = tmp_path_factory.mktemp("branches") / "judge"
+    branch = Branch(
         base=llm.info.weights_hash,
-        fork=20,
-        exit=24,
-        options=OPTIONS,
-        suffix="<|im_start|>user\nCan this be answered?<|im_end|>\n<|im_start|>assistant\n",
+        base_name="smollm2",
+        fork=FORK,
+        exit=EXIT,
+        adapt="suffix",
+        rank=8,
+        scale=0.5,
+        targets=TARGETS,
+        head="options",
+        options=("answer", "search", "refuse"),
+        suffix="<|im_start|>judge\nDecision:",
     )
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model = runner(llm).model
+    tensors = random_tensors(model, branch)
+    assert tensors.keys() == tensor_shapes(model, branch).keys()
+    for name in tensors:
+        if "lora_A" in name:
+            tensors[name] = tensors[name] * model.hidden_size**-0.5
+    write_package(branch, tensors, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def judged(llm: LLM, folder: Path) -> Iterator[LLM]:
     llm.load_branch("judge", folder)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown * 1024 < llm.info.weight_bytes / 4  # B01: no second copy of the weights
     yield llm
     llm.unload_branch("judge")
 
 
-def test_b01_b02_chat_and_decisions_at_once_from_one_model(judged: LLM) -> None:
-    judged.flush_cache()
-    quiet = judged.chat(CHAT, PARAMS)
-    alone = judged.decide(CHAT, branch="judge")
-    judged.flush_cache()
-    told: list[Any] = []
-    texts = [f"{STORY} Part {index}." for index in range(8)]
-    others = threading.Thread(
-        target=lambda: told.extend(judged.decide(text, branch="judge") for text in texts)
-    )
-    others.start()
-    busy = judged.chat([CHAT] * 3, PARAMS)
-    others.join()
-    for completion in busy:
-        assert completion.choices == quiet.choices
-    assert judged.decide(CHAT, branch="judge") == alone
-    assert len({decision.probabilities for decision in told}) == len(texts)
-    vector = judged.embed(STORY)  # B02: each task by its own door, and nothing through a disk
-    assert vector.shape == (judged.info.hidden_size,)
+def bits(decision: Decision) -> tuple[object, ...]:
+    return decision.chosen, decision.probabilities, decision.mass, decision.source
 
 
-def test_b05_a_judge_after_a_long_chat_reads_its_question_alone(judged: LLM) -> None:
+def at_once(*works: Callable[[], Any]) -> list[Any]:
+    """What each gives, all in one engine at the same time."""
+    found: list[Any] = [None] * len(works)
+
+    def one(index: int) -> None:
+        found[index] = works[index]()
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_b01_answers_with_and_without_the_judge_from_one_weight_copy(
+    llm: LLM, folder: Path
+) -> None:
+    llm.flush_cache()
+    quiet = llm.chat(CHAT, GREEDY)
+    before = resident()
+    llm.load_branch("judge", folder)
+    try:
+        decision = llm.decide(CHAT, branch="judge")
+        grown = resident() - before
+        assert grown < runner(llm).model.weight_bytes / 8, "no second copy of the weights"
+        for _ in range(2):
+            llm.flush_cache()
+            stream = llm.stream_chat(CHAT, GREEDY)
+            text, entries = "", list[TokenLogprob]()
+            for delta in stream:
+                text += delta.text
+                entries += delta.logprobs
+                assert bits(llm.decide(CHAT, branch="judge")) == bits(decision)
+            assert text == quiet.text
+            assert tuple(entries) == quiet.logprobs
+    finally:
+        llm.unload_branch("judge")
+    llm.flush_cache()
+    assert llm.chat(CHAT, GREEDY).logprobs == quiet.logprobs
+
+
+def test_b02_every_task_in_one_process_at_the_same_time(judged: LLM) -> None:
+    """Answers, vectors, likelihoods and both kinds of decision, none by way of a file."""
+    works: list[Callable[[], Any]] = [
+        lambda: judged.chat(CHAT, GREEDY).logprobs,
+        lambda: judged.embed("The sea").tobytes(),
+        lambda: cast("Score", judged.score("The moon", context="Because of")).logprobs,
+        lambda: bits(judged.decide_prefix(CHAT, "", ["Yes", "No"])),
+        lambda: bits(judged.decide(CHAT, branch="judge")),
+        lambda: bits(judged.decide("The sea", branch="judge")),
+    ]
+    alone = []
+    for work in works:
+        judged.flush_cache()
+        alone.append(work())
     judged.flush_cache()
-    cold = judged.decide(CHAT, branch="judge")
+    for _ in range(3):
+        assert at_once(*works) == alone
+    assert alone[4] != alone[5]
+
+
+def test_b05_a_judge_after_a_chat_computes_its_suffix_alone(judged: LLM) -> None:
     judged.flush_cache()
-    first = judged.chat(CHAT, PARAMS)
+    cold = bits(judged.decide(CHAT, branch="judge"))
+    judged.flush_cache()
+    answer = judged.chat(CHAT, GREEDY)
     before = judged.stats()
-    warm = judged.decide(CHAT, branch="judge")
+    assert bits(judged.decide(CHAT, branch="judge")) == cold
     after = judged.stats()
-    assert warm == cold
-    suffix = judged.tokenizer.encode_inside(judged.branches["judge"].suffix)
-    assert after.computed_tokens - before.computed_tokens == len(suffix)
-    again = judged.chat(CHAT, PARAMS)
-    assert again.choices == first.choices
-    assert again.cached_tokens >= len(first.prompt_token_ids) - 1
+    asked = after.prompt_tokens - before.prompt_tokens
+    cached = after.cached_tokens - before.cached_tokens
+    branch = judged.branches["judge"]
+    suffix = len(judged.tokenizer.encode_inside(branch.suffix))
+    assert cached == asked - suffix, "all tokens in front of the question"
+    layers = after.computed_layers - before.computed_layers
+    assert layers == suffix * EXIT, "these through the layers up to the exit alone"
+    again = judged.chat(CHAT, GREEDY)
+    assert again.logprobs == answer.logprobs
+    assert again.cached_tokens > len(again.prompt_token_ids) - 16
 
 
-@pytest.mark.parametrize("source", ["branch", "question", "prefix"])
-def test_what_a_gate_lets_through_is_the_ungated_answer(judged: LLM, source: str) -> None:
-    gate: dict[str, Any] = {
-        "branch": {"branch": "judge", "continue_if": OPTIONS},
-        "question": {"question": Choice("What now?", list(OPTIONS)), "continue_if": OPTIONS},
-        "prefix": {
-            "prefix": "It ends in",
-            "options": [" the", " a"],
-            "continue_if": [" the", " a"],
-        },
-    }[source]
-    judged.flush_cache()
-    before = judged.stats().computed_tokens
-    params = SamplingParams(temperature=0.8, seed=4, n=2, max_tokens=12, logprobs=1)
-    gated = judged.decide_then_write(CHAT, params, **gate)
-    read = judged.stats().computed_tokens - before
-    if source == "prefix":
-        begin = "It ends in" + str(gated.decision.value)
-        ids = judged._builder.encode_chat(CHAT)
-        ids += judged.tokenizer.encode_inside("It ends in")
-        plain = judged.generate(
-            ids + judged.tokenizer.encode_inside(str(gated.decision.value)), params
-        )
-        assert [c.text for c in gated.completion.choices] == [begin + c.text for c in plain.choices]
-        decided = judged.decide_prefix(CHAT, "It ends in", WORDS)
-    else:
-        plain = judged.chat(CHAT, params)
-        assert [c.text for c in gated.completion.choices] == [c.text for c in plain.choices]
-        question = gate.get("question")
-        decided = judged.decide(CHAT, question, branch=gate.get("branch", ""))
-    for own, other in zip(gated.completion.choices, plain.choices, strict=True):
-        assert own.token_ids == other.token_ids
-        assert own.logprobs == other.logprobs
-    assert gated.decision == decided
-    prompt = len(judged._builder.encode_chat(CHAT))
-    assert read < prompt + 150  # a question of some 60 tokens, two answers of 12
-    shut = judged.decide_then_write(
-        CHAT, params, **{**gate, "continue_if": [str(_loser(gated.decision))]}
-    )
-    assert {c.finish_reason for c in shut.completion.choices} == {"gate"}
-    assert shut.text == ""
-
-
-def _loser(decision: Any) -> str:
-    return next(o.text for o in decision.question.options if o != decision.option)
+def test_b04_a_trunk_without_a_head_gives_no_score(http: Any) -> None:
+    reply = http.post("/v1/classify", json={"model": "smollm2", "input": "The sea"})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["code"] == "model_has_no_head"
