@@ -12,6 +12,7 @@ from lockstep.kernels.contract import KVLayer
 from lockstep.model import DecoderModel, ForwardStep
 from lockstep.runner.batch import Lane, Segment, StepBatch, Stored
 from lockstep.runner.branches import BranchTable
+from lockstep.runner.groups import own_groups, tails
 from lockstep.runner.lanes import Tail
 from lockstep.runner.memory import PoolGeometry
 from lockstep.types import LayerGroup
@@ -35,24 +36,26 @@ class ForwardPass:
         self._model = model
         self._branches = branches
         self._page_tokens = geometry.page_tokens
-        self._kv: dict[Tail | None, tuple[KVLayer, ...]] = {}
         self._stored: dict[int, Tensor] = {}
-        tails: dict[str, dict[int, KVLayer]] = {}
-        own: dict[int, KVLayer] = {}
+        self._kv: dict[Tail | None, tuple[KVLayer, ...]] = {}
+        views: dict[int, dict[int, KVLayer]] = {}
         for index, (group, stride) in enumerate(zip(groups, geometry.strides, strict=True)):
             if group.kind == "activations":
                 size = (pool.numel() // stride, geometry.page_tokens, model.hidden_size)
                 self._stored[index] = pool.as_strided(size, (stride, model.hidden_size, 1))
-                continue
-            tail = group.kind == "branch"
-            views = tails.setdefault(group.name.partition(":sliding")[0], {}) if tail else own
-            views.update(self._layer_views(group, stride, pool))
-        self._kv[None] = tuple(own[layer] for layer in range(model.num_layers))
-        for views in tails.values():
-            range_ = min(views), max(views) + 1
-            self._kv[range_] = tuple((own | views)[layer] for layer in range(model.num_layers))
+            else:
+                views[index] = self._layer_views(group, stride, pool)
+        trunk: dict[int, KVLayer] = {}
+        for index in range(len(own_groups(groups))):
+            trunk.update(views[index])
+        for tail, members in ({None: ()} | tails(groups)).items():
+            own = dict(trunk)
+            for index in members:
+                own.update(views[index])
+            self._kv[tail] = tuple(own[layer] for layer in range(model.num_layers))
 
     def _layer_views(self, group: LayerGroup, stride: int, pool: Tensor) -> dict[int, KVLayer]:
+        """Keys and values of each of an attention group's layers."""
         size = 2 * group.kv_heads * group.head_dim * self._page_tokens
         return {
             layer: self._model.backend.kv_layer(

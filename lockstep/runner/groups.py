@@ -55,14 +55,20 @@ def own_groups(groups: Sequence[LayerGroup]) -> tuple[LayerGroup, ...]:
     return tuple(group for group in groups if group.kind not in ("branch", "activations"))
 
 
+def tails(groups: Sequence[LayerGroup]) -> dict[tuple[int, int], tuple[int, ...]]:
+    """(fork, exit) -> the indices of its tail's groups."""
+    found: dict[tuple[int, int], tuple[int, ...]] = {}
+    for index, group in enumerate(groups):
+        if group.kind == "branch":
+            _, range_, *_ = group.name.split(":")
+            fork, exit_ = map(int, range_.split("-"))
+            found[fork, exit_] = (*found.get((fork, exit_), ()), index)
+    return found
+
+
 def tails_of(groups: Sequence[LayerGroup], fork: int, exit_: int) -> tuple[int, ...]:
     """Indices of the groups of that range's tail; none where it was not asked for at start."""
-    name = f"tail:{fork}-{exit_}"
-    return tuple(
-        index
-        for index, group in enumerate(groups)
-        if group.kind == "branch" and group.name.partition(":sliding")[0] == name
-    )
+    return tails(groups).get((fork, exit_), ())
 
 
 def activations_of(groups: Sequence[LayerGroup], fork: int) -> int | None:
