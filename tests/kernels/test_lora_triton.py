@@ -51,7 +51,9 @@ def test_mixed_adapters(
         assert bool((mine[moved] != plain[moved]).any(1).all())
 
 
-def test_rows_do_not_depend_on_their_neighbours(ops: Backend) -> None:
+def test_rows_do_not_depend_on_their_neighbours(
+    ops: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lockstep.kernels.cuda import lora
 
     it = adapted(70, 48, ((4, 0, 20), (9,)), torch.float32)
@@ -67,6 +69,10 @@ def test_rows_do_not_depend_on_their_neighbours(ops: Backend) -> None:
     weight, adapters = it.packed(ops)
     tall = lora.adapted_linear(x, weight, rows_of(index, adapters), None, None, rows_per_tile=64)
     torch.testing.assert_close(tall, whole[0], rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(lora, "_MOST_SUMS", 70 * 16)
+    monkeypatch.setattr(lora, "_FEWEST_ROWS", 8)
+    for expected, parts in zip(whole, everything(ops, it, x, residual, index), strict=True):
+        torch.testing.assert_close(parts, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_no_adapter_at_all_is_the_plain_product(ops: Backend) -> None:

@@ -32,6 +32,9 @@ from lockstep.kernels.lora import check_rows as check_adapters
 from lockstep.kernels.lora import make_set, packed, padded_rank
 
 _RANKS = 16  # of a pair, in one program of the first product
+_COLUMNS = 64  # outputs of one program of the second
+_MOST_SUMS = 1 << 26  # float32 sums at once: 256 MiB
+_FEWEST_ROWS = 128
 _FIELDS = 6  # begin, n, padded rank, first column of t, address of a, address of b
 
 
@@ -165,15 +168,39 @@ def _adapted(
     rows_per_tile: int | None = None,
 ) -> Tensor:
     """out [M, N] of x [M, K]; `rows_per_tile` overrides the choice."""
-    (m, k), n, adapters = x.shape, out.shape[1], lora.adapters
+    m, adapters = x.shape[0], lora.adapters
     check_adapters(lora, weight, m)
-    if not m:
-        return out
-    sums = torch.empty(m, weight.n, dtype=torch.float32, device=x.device)
+    # Many rows go by parts, which move no bit: their sums would take as much as a layer's weights.
+    part = min(m, max(_FEWEST_ROWS, _MOST_SUMS // weight.n // _FEWEST_ROWS * _FEWEST_ROWS))
+    sums = torch.empty(part, weight.n, dtype=torch.float32, device=x.device)
+    t = torch.empty(part, max(1, adapters.ranks), dtype=x.dtype, device=x.device)
+    for begin in range(0, m, max(1, part)):
+        rows = slice(begin, min(begin + part, m))
+        count = rows.stop - begin
+        _part(
+            x[rows], weight, LoraRows(lora.index[rows], adapters), sums[:count], t[:count],
+            out[rows], bias, None if residual is None else residual[rows], activation,
+            rows_per_tile or (16 if count <= 256 else 64),
+        )  # fmt: skip
+    return out
+
+
+def _part(
+    x: Tensor,
+    weight: Weight,
+    lora: LoraRows,
+    sums: Tensor,
+    t: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: int,
+    bm: int,
+) -> None:
+    """`_adapted` of so many rows as `sums` and `t` have room for."""
+    (m, k), n, adapters = x.shape, out.shape[1], lora.adapters
     slices = tree.k_slices("cuda", weight.n, weight.k)
     linear_ops._launch(x, weight.data, sums, slices=slices)
-    t = torch.empty(m, max(1, adapters.ranks), dtype=x.dtype, device=x.device)
-    bm = rows_per_tile or (16 if m <= 256 else 64)
     places = len(adapters.weights) * adapters.pairs
     common = {
         "WIDTH": t.shape[1],
@@ -189,14 +216,12 @@ def _adapted(
         _shrink_kernel[grid](
             x, lora.index, adapters.table, t, m, K=k, BM=bm, BK=bk, num_stages=4, **common
         )
-    bn = 64
-    _expand_kernel[(triton.cdiv(m, bm), triton.cdiv(n, bn))](
+    _expand_kernel[(triton.cdiv(m, bm), triton.cdiv(n, _COLUMNS))](
         sums, t, lora.index, adapters.table,
         x if bias is None else bias, x if residual is None else residual, out, m, places,
         N=n, ACTIVATION=activation, HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None, BM=bm, BN=bn, **common,
+        HAS_RESIDUAL=residual is not None, BM=bm, BN=_COLUMNS, **common,
     )  # fmt: skip
-    return out
 
 
 def adapted_linear(
