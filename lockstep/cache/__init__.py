@@ -4,7 +4,7 @@ Where does my code go?
 
 - `pool.py`: slabs, pages and reference counts. Knows nothing of tokens.
 - `tree.py`: the prefix tree over token ids. Knows nothing of pages.
-- `groups/`: one file a kind of component (full attention, sliding window, ...):
+- `groups/`: one file a kind of component (full attention, sliding window, branches' own, ...):
   where it can be reused, which pages a run writes, which it no longer reads.
 - `cache.py`: `PrefixCache` joins the three: match, open, grow, publish, trim, close and
   eviction. The scheduler talks to this file only.
