@@ -155,13 +155,47 @@ class _Stand:
     max_context: int
 
 
+def _some(tensors: Sequence[Tensor], index: int | None) -> Tensor | None:
+    return None if index is None else tensors[index]
+
+
+@dataclass(frozen=True, slots=True)
+class _OnwardDraft:
+    """An `Onward` whose arrays are indices into an upload."""
+
+    rows: int
+    query_start: int
+    adapters: int | None
+    max_query: int
+
+    def finish(self, tensors: Sequence[Tensor], attention: Mapping[int, AttentionBatch]) -> Onward:
+        """The last rows of every run see the same context as the whole run does."""
+        starts = tensors[self.query_start]
+        batches = {
+            group: replace(batch, query_start=starts, max_query=self.max_query)
+            for group, batch in attention.items()
+        }
+        return Onward(tensors[self.rows], batches, _some(tensors, self.adapters))
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredDraft:
+    """A `Stored` whose arrays are indices into an upload."""
+
+    group: int
+    slots: int
+    rows: int | None
+
+    def finish(self, tensors: Sequence[Tensor]) -> Stored:
+        return Stored(self.group, tensors[self.slots], _some(tensors, self.rows))
+
+
 @dataclass(frozen=True, slots=True)
 class _Draft:
     """A `Lane` whose arrays are indices into an upload.
 
     Attributes:
         pages: (group of the model, page table, slots) of the groups with a layer here.
-        last: rows that leave, their query_start, their adapters, and the most of a run.
     """
 
     stand: _Stand
@@ -170,7 +204,7 @@ class _Draft:
     pages: tuple[tuple[int, int, int], ...]
     num_exits: int
     exits: int | None
-    last: tuple[int, int, int | None, int] | None
+    onward: _OnwardDraft | None
     adapters: int | None
     tail: Tail | None
 
@@ -187,31 +221,15 @@ class _Draft:
             )
             for group, table, slots in self.pages
         }
-
-        def some(index: int | None) -> Tensor | None:
-            return None if index is None else tensors[index]
-
-        onward = None
-        if self.last is not None:
-            rows, starts, adapters, most = self.last
-            # The last rows of every run see the same context as the whole run does.
-            onward = Onward(
-                tensors[rows],
-                {
-                    group: replace(batch, query_start=tensors[starts], max_query=most)
-                    for group, batch in attention.items()
-                },
-                some(adapters),
-            )
         return Lane(
             whole=self.whole,
-            gather=some(self.gather),
+            gather=_some(tensors, self.gather),
             positions=tensors[stand.positions],
             attention=attention,
             num_exits=self.num_exits,
-            exits=some(self.exits),
-            onward=onward,
-            adapters=some(self.adapters),
+            exits=_some(tensors, self.exits),
+            onward=None if self.onward is None else self.onward.finish(tensors, attention),
+            adapters=_some(tensors, self.adapters),
             tail=self.tail,
         )
 
@@ -292,13 +310,6 @@ class _StepBuilder:
             for segment in segments
         ]
         tensors = self._upload.send(device)
-
-        def stored(draft: tuple[int, int, int | None] | None) -> Stored | None:
-            if draft is None:
-                return None
-            group, slots, rows = draft
-            return Stored(group, tensors[slots], None if rows is None else tensors[rows])
-
         return StepBatch(
             None if ids_at is None else tensors[ids_at],
             tuple(
@@ -306,8 +317,8 @@ class _StepBuilder:
                     segment.begin,
                     segment.end,
                     tuple(lane.finish(tensors) for lane in lanes),
-                    stored(kept),
-                    stored(keeps),
+                    None if kept is None else kept.finish(tensors),
+                    None if keeps is None else keeps.finish(tensors),
                 )
                 for segment, lanes, kept, keeps in drafts
             ),
@@ -321,17 +332,6 @@ class _StepBuilder:
         wanted = np.array(lane.exits, np.int32)
         num_left, num_exits = int(left.sum()), int(wanted.sum())
         slots = self._adapters(lane, stand) if lane.adapted else None
-        last = None
-        if num_left < len(stand.at):
-            rows = last_rows(stand.lengths, left)
-            starts = np.zeros(len(left) + 1, np.int32)
-            np.cumsum(left, out=starts[1:])
-            last = (
-                upload.add(rows),
-                upload.add(starts),
-                upload.add_some(None if slots is None else slots[rows]),
-                int(left.max()),
-            )
         return _Draft(
             stand=stand,
             whole=lane.whole,
@@ -339,9 +339,20 @@ class _StepBuilder:
             pages=self._pages(lane, segment, stand),
             num_exits=num_exits,
             exits=upload.add(last_rows(left, wanted)) if 0 < num_exits < num_left else None,
-            last=last,
+            onward=self._onward(stand.lengths, left, slots) if num_left < len(stand.at) else None,
             adapters=upload.add_some(slots),
             tail=lane.tail,
+        )
+
+    def _onward(self, lengths: Ints, left: Ints, slots: Ints | None) -> _OnwardDraft:
+        rows = last_rows(lengths, left)
+        starts = np.zeros(len(left) + 1, np.int32)
+        np.cumsum(left, out=starts[1:])
+        return _OnwardDraft(
+            self._upload.add(rows),
+            self._upload.add(starts),
+            None if slots is None else self._upload.add(slots[rows]),
+            int(left.max()),
         )
 
     def _stand(self, members: tuple[int, ...]) -> _Stand:
@@ -419,7 +430,7 @@ class _StepBuilder:
         segment: SegmentRows,
         members: Sequence[int],
         keeps: Sequence[tuple[int, int]] | None,
-    ) -> tuple[int, int, int | None] | None:
+    ) -> _StoredDraft | None:
         """The pages on which rows that enter a segment lie, and of `keeps` which rows go there."""
         if not members:
             return None
@@ -436,7 +447,7 @@ class _StepBuilder:
             if keeps is not None:
                 first = keeps[place][1]
                 rows.append(np.arange(first, first + len(at), dtype=np.int32))
-        return (
+        return _StoredDraft(
             group,
             self._upload.add(np.concatenate(slots, axis=1)),
             self._upload.add(np.concatenate(rows)) if rows else None,
