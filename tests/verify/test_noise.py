@@ -93,7 +93,7 @@ async def test_company_that_moves_a_token_is_seen_where_there_is_company() -> No
     assert "together, warm" in text
 
 
-async def test_a_prefix_hit_that_moves_a_token_is_seen_when_alone() -> None:
+async def test_c02_a_prefix_hit_that_moves_a_token_is_seen_when_alone() -> None:
     def script(text: str, running: int, seen: bool, long: int) -> Reading:
         words = words_of(text, 6)
         return reading([*words[:5], "warm"] if seen else words)
@@ -145,7 +145,7 @@ async def test_a_server_without_logprobs_is_asked_without_them() -> None:
         assert (await without_unknown(plan(4), endpoint)) == plan(4)
 
 
-async def test_on_lockstep_it_is_exactly_zero_and_the_cache_was_warm() -> None:
+async def test_c03_on_lockstep_it_is_exactly_zero_and_the_cache_was_warm() -> None:
     with ServerThread(fake_llm) as server:
         async with Endpoint(server.url) as endpoint:
             fixed = Plan(questions("n", count=6, max_tokens=8), 1, 4, 1, 150)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from lockstep.cli.main import app
 from lockstep.config import ModelOptions
 from lockstep.engine.loop import Engine
+from lockstep.kernels.cpu.native import NativeBackend
 from lockstep.types import Request
 from lockstep.verify.ledger import check, past_runs
 from lockstep.verify.schedules import World
@@ -98,7 +99,7 @@ def test_sums_that_follow_the_batch_fail_the_points_where_rows_are_shared(
         ("other seeds draw otherwise", "deaf"),
     ],
 )
-def test_each_planted_fault_fails_its_point(
+def test_c03_c11_each_planted_fault_fails_its_point(
     model: str, monkeypatch: pytest.MonkeyPatch, point: str, fault: str
 ) -> None:
     """C11: a number of the slot in the seed. C03: an answer that knows a hit. Seeds unheard."""
@@ -121,6 +122,20 @@ def test_each_planted_fault_fails_its_point(
     found = outcomes(model)
     assert found[point] is False
     assert found["in a crowd"] is True
+
+
+def test_c01_a_norm_that_takes_another_tree_from_256_rows_on_is_caught(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = NativeBackend.rms_norm
+
+    def by_rows(self: Any, x: Any, weight: Any, eps: float, *rest: Any) -> Any:
+        return whole(self, x, weight, eps * 1.5 if x.shape[0] >= 256 else eps, *rest)
+
+    monkeypatch.setattr(NativeBackend, "rms_norm", by_rows)
+    found = outcomes(model, dtype="float32")
+    assert found["in chunks of at most 64 tokens"] is False
+    assert found["the same again, alone"] is True
 
 
 def test_a_control_that_is_not_caught_fails_the_test(
