@@ -292,18 +292,27 @@ class Filling(Queues):
         return _Admission.STARTED
 
     def _lookup(self, sequence: Sequence) -> Match:
-        """What of the sequence's prefix is there: of a branch that can make its tail from
-        activations, with these unless the tail reaches further."""
-        route, limit = sequence.route, sequence.reusable_limit
-        if route is None or not route.lagging:
-            return self.cache.match(sequence.identity, sequence.tokens, limit, sequence.wants)
-        made = self.cache.match(
-            sequence.identity, sequence.tokens, limit, route.wants, route.lagging
-        )
-        there = self.cache.match(
-            sequence.identity, sequence.tokens, limit, _without_activations(route)
-        )
-        return there if there.length - made.length >= self.cache.page_tokens else made
+        """What of the sequence's prefix is there. A decision may turn to its early way here."""
+        route = sequence.route
+        if route is None or not route.tails:
+            return self._match(sequence, sequence.wants)
+        match = self._match(sequence, route.wants, route.lagging)
+        if route.lagging:  # unless the tail reaches further than activations
+            there = self._match(sequence, _without_activations(route))
+            if there.length - match.length >= self.cache.page_tokens:
+                match = there
+        if route.early is None or match.length + self.cache.page_tokens > route.begins:
+            return match
+        if self._match(sequence, self.cache.wants(self.layers)).length < route.begins - 1:
+            return match
+        sequence.route, sequence.wants = route.early, route.early.wants
+        return self._match(sequence, sequence.wants)
+
+    def _match(
+        self, sequence: Sequence, wants: tuple[Want, ...], lagging: tuple[Want, ...] = ()
+    ) -> Match:
+        limit = sequence.reusable_limit
+        return self.cache.match(sequence.identity, sequence.tokens, limit, wants, lagging)
 
     def _has_room(self, sequence: Sequence, match: Match) -> bool:
         """Whether its tokens so far fit beside what the running ones still need for theirs,

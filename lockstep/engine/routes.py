@@ -37,6 +37,8 @@ class Route:
             it is kept.
         wants: groups in which it needs pages.
         lagging: groups whose pages it can make from the activations that are among `wants`.
+        early: a way that goes no further than the exit, for a context of which the trunk has
+            everything already.
     """
 
     key: str
@@ -50,6 +52,7 @@ class Route:
     activations: tuple[Want, ...]
     wants: tuple[Want, ...]
     lagging: tuple[Want, ...] = ()
+    early: Route | None = None
 
 
 def plan_route(
@@ -65,8 +68,12 @@ def plan_route(
 
     Args:
         begins: see `Route`. layers: the trunk's.
-        full: the context's rows go through all layers, whatever the options say.
+        full: the context's rows go through all layers, whatever the options say: somebody
+            goes on from them.
     """
+    early = None
+    if branch.adapt == "context" and options.depth == "full" and not full:
+        early = plan_route(branch, begins, cache, layers, BranchOptions(depth="exit"))
     full = full or options.depth == "full"
     context = branch.adapt == "context"
     leaves = branch.fork if context else branch.exit  # the trunk, at the earliest
@@ -87,6 +94,7 @@ def plan_route(
         kept,
         (*wants, *(kept or tails)),
         tails if kept else (),
+        early,
     )
 
 

@@ -138,6 +138,19 @@ def test_b05_a_decision_after_a_chat_costs_its_question(tmp_path: Path) -> None:
     assert spent(target, request("on", [*chat, 5], 1)) == LAYERS
 
 
+def test_where_the_trunk_has_all_of_a_context_its_rows_end_at_the_exit(tmp_path: Path) -> None:
+    target = judged(tmp_path, "context")
+    target.submit(request("chat", CONTEXT, 30))
+    answer = tokens(drain(target)[("chat", 0)])
+    # Of the chat the last id that was drawn is not computed yet.
+    for length, per_row in ((529, EXIT), (500, EXIT), (530, EXIT), (700, LAYERS + EXIT - FORK)):
+        chat = [*CONTEXT, *answer, *range(200)][:length]
+        asked = ask("d", chat, QUESTION, "context")
+        assert spent(target, asked) == length * per_row + len(QUESTION) * EXIT
+        assert target.stats().pages_tail == 0
+    assert spent(target, request("on", [*CONTEXT, *answer, *range(170), 5], 1)) == LAYERS
+
+
 @pytest.mark.parametrize("adapt", ["suffix", "context"])
 def test_a_chat_after_a_decision_finds_its_context(tmp_path: Path, adapt: str) -> None:
     target = judged(tmp_path, adapt)
@@ -166,8 +179,8 @@ def test_a_tail_is_let_go_with_the_decision(tmp_path: Path, keep: bool) -> None:
     pages = -(-len(CONTEXT) // 16)
     assert target.stats().pages_tail == (pages if keep else 0)
     cost = spent(target, ask("d", CONTEXT, [9, 8], "context"))
-    twice = len(CONTEXT) * (LAYERS + EXIT - FORK)
-    assert cost == (0 if keep else twice) + 2 * EXIT
+    again = len(CONTEXT) * EXIT  # what is above is the trunk's, which has it
+    assert cost == (0 if keep else again) + 2 * EXIT
     target.flush_cache()
     assert target.stats().pages_tail == 0
 
