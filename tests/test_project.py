@@ -84,6 +84,8 @@ def test_the_layering_check_can_fail(tmp_path: Path) -> None:
         "lockstep.runner.plan",
         "lockstep.server",
         "lockstep.text",
+        "lockstep.verify.compare",
+        "lockstep.verify.selftest",
         "lockstep.weights",
     ],
 )
