@@ -27,7 +27,7 @@ from lockstep.kernels.cuda.common import (
 _BLOCK = 4096  # ids a program takes where no tree depends on it
 _SUB = 256  # of these at once in a search
 _WAYS = 16  # parts into which a turn of a search cuts the keys that are left
-_TURNS = 8  # after which one of 2^31 keys is left
+_TURNS = 9  # after which one key is left: the first parts them by logit, the others by sixteen
 _SUM_BLOCKS = 4  # blocks of the log-sum-exp tree a program takes
 
 
@@ -163,15 +163,14 @@ def _mass(z):
 
 
 @triton.jit
-def _weights(z, at, key_k, id_k, BY_MASS: tl.constexpr):
+def _weights(z, key, at, key_k, id_k, BY_MASS: tl.constexpr):
     """Weight of each id for a selection: a count over all, or mass over what top-k kept."""
-    key = _order(z)
     if BY_MASS:
         kept = (z > float("-inf")) & ((key > key_k) | ((key == key_k) & (at <= id_k)))
         weight = tl.where(kept, _mass(z), 0)
     else:
         weight = (z > float("-inf")).to(tl.int64)
-    return key, weight
+    return weight
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps"])
@@ -204,17 +203,29 @@ def _begin_kernel(
     tl.store(targets + rows + row, tl.where(by_mass, 1, 0).to(tl.int64))  # until the sum is known
 
 
+@triton.jit
+def _left(partials, bases, ways, row, stretch, known, WAYS: tl.constexpr):
+    """Weight of a stretch's ids above the keys that a search's last turn left, and of those."""
+    way = tl.load(ways + row)  # -1 where all ids together weigh too little
+    after = way + 1 < WAYS
+    above = tl.load(partials + stretch * WAYS + way + 1, mask=known & after, other=0)
+    base = tl.where(after, above, tl.load(bases + stretch, mask=known, other=0))
+    some = tl.load(partials + stretch * WAYS + way, mask=known & (way >= 0), other=0)
+    return base, tl.where(way >= 0, some - base, 0)
+
+
 @triton.jit(do_not_specialize_on_alignment=["temperatures", "top_ps"])
 def _narrow_kernel(
-    logits, limits, maxima, lows, highs, targets, partials, arrived, temperatures, top_ps,
-    V, blocks,
+    logits, limits, maxima, lows, highs, targets, partials, bases, ways, arrived,
+    temperatures, top_ps, V, blocks,
     BLOCK: tl.constexpr, SUB: tl.constexpr, WAYS: tl.constexpr, PADDED: tl.constexpr,
     BY_MASS: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """Cut the keys left to a row's search to one of WAYS parts.
 
     Every program weighs its stretch of ids from WAYS keys on; the last to arrive adds the
-    stretches, integers in any order, and decides.
+    stretches, integers in any order, and decides. A stretch without ids among the keys that
+    are left is not read: what lies above them is known from the turn before.
     """
     row = tl.program_id(0).to(tl.int64)
     low = tl.load(lows + row)
@@ -222,20 +233,34 @@ def _narrow_kernel(
     if low >= high:
         return
     way = tl.arange(0, WAYS)
-    keys = (low + ((high - low) * way.to(tl.int64) + (WAYS - 1)) // WAYS).to(tl.int32)
-    top = tl.load(maxima + row)
-    temperature = tl.load(temperatures + row)
-    key_k = tl.load(limits + row * 4)
-    id_k = tl.load(limits + row * 4 + 1)
-    begin = tl.program_id(1) * BLOCK
+    if FIRST:  # logits 15, 14, ... 1 below the largest: where edges are
+        keys = tl.where(way == 0, low.to(tl.int32), _order((way - WAYS).to(tl.float32)))
+    else:
+        keys = (low + ((high - low) * way.to(tl.int64) + (WAYS - 1)) // WAYS).to(tl.int32)
+    stretch = row * blocks + tl.program_id(1)
+    base = tl.zeros((1,), dtype=tl.int64)
+    some = base + 1
+    if not FIRST:
+        mine = stretch + tl.arange(0, 1)
+        base, some = _left(partials, bases, ways, row, mine, mine >= 0, WAYS)
     sums = tl.zeros((SUB, WAYS), dtype=tl.int64)
-    for start in range(begin, min(begin + BLOCK, V), SUB):
-        at = start + tl.arange(0, SUB)
-        z = _scaled(logits, row, at, V, top, temperature)
-        key, weight = _weights(z, at, key_k, id_k, BY_MASS)
-        sums += tl.where(key[:, None] >= keys[None, :], weight[:, None], 0)
-    mine = (row * blocks + tl.program_id(1)) * WAYS + way
-    tl.store(partials + mine, tl.sum(sums, axis=0))
+    if tl.max(some, axis=0) != 0:
+        top = tl.load(maxima + row)
+        temperature = tl.load(temperatures + row)
+        key_k = tl.load(limits + row * 4)
+        id_k = tl.load(limits + row * 4 + 1)
+        begin = tl.program_id(1) * BLOCK
+        for start in range(begin, min(begin + BLOCK, V), SUB):
+            at = start + tl.arange(0, SUB)
+            z = _scaled(logits, row, at, V, top, temperature)
+            key = _order(z)
+            left = (key >= low) & (key <= high)
+            if tl.max(left.to(tl.int32), axis=0) > 0:
+                weight = tl.where(left, _weights(z, key, at, key_k, id_k, BY_MASS), 0)
+                sums += tl.where(key[:, None] >= keys[None, :], weight[:, None], 0)
+    tl.debug_barrier()  # every thread has read what the turn before left
+    tl.store(bases + stretch + tl.arange(0, 1), base)
+    tl.store(partials + stretch * WAYS + way, tl.sum(sums, axis=0) + base)
     tl.debug_barrier()
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") < blocks - 1:
         return
@@ -254,14 +279,15 @@ def _narrow_kernel(
         tl.store(targets + row, target)
     enough = weight >= target
     wide = keys.to(tl.int64)
+    tl.store(ways + row, tl.sum(enough.to(tl.int32), axis=0) - 1)
     tl.store(lows + row, tl.max(tl.where(enough, wide, low), axis=0))
     tl.store(highs + row, tl.min(tl.where(enough, high, wide - 1), axis=0))
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperatures"])
 def _edge_kernel(
-    logits, limits, maxima, lows, targets, partials, arrived, temperatures, V, blocks,
-    BLOCK: tl.constexpr, PADDED: tl.constexpr, BY_MASS: tl.constexpr,
+    logits, limits, maxima, lows, targets, partials, bases, ways, temperatures, V, blocks,
+    BLOCK: tl.constexpr, PADDED: tl.constexpr, WAYS: tl.constexpr, BY_MASS: tl.constexpr,
 ):  # fmt: skip
     """Key and id at which the descending prefix (ties: lower id first) reaches the target."""
     row = tl.program_id(0).to(tl.int64)
@@ -273,28 +299,16 @@ def _edge_kernel(
     temperature = tl.load(temperatures + row)
     key_k = tl.load(limits + row * 4)
     id_k = tl.load(limits + row * 4 + 1)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    z = _scaled(logits, row, at, V, top, temperature)
-    key, weight = _weights(z, at, key_k, id_k, BY_MASS)
-    mine = (row * blocks + tl.program_id(1)) * 2
-    tl.store(partials + mine, tl.sum(tl.where(key > edge, weight, 0), axis=0))
-    tl.store(partials + mine + 1, tl.sum(tl.where(key == edge, weight, 0), axis=0))
-    tl.debug_barrier()
-    if tl.atomic_add(arrived + row, 1, sem="acq_rel") < blocks - 1:
-        return
-    tl.store(arrived + row, 0)
     block = tl.arange(0, PADDED)
-    every = partials + (row * blocks + block) * 2
-    above = tl.load(every, mask=block < blocks, other=0, cache_modifier=".cg")
-    equal = tl.load(every + 1, mask=block < blocks, other=0, cache_modifier=".cg")
+    above, equal = _left(partials, bases, ways, row, row * blocks + block, block < blocks, WAYS)
     before = tl.sum(above, axis=0)
     reached = (before + tl.cumsum(equal, axis=0) >= target) & (equal > 0)
     first = tl.min(tl.where(reached, block, PADDED), axis=0)
     before += tl.sum(tl.where(block < first, equal, 0), axis=0)
     at = first * BLOCK + tl.arange(0, BLOCK)
     z = _scaled(logits, row, at, V, top, temperature)
-    key, weight = _weights(z, at, key_k, id_k, BY_MASS)
-    weight = tl.where(key == edge, weight, 0)
+    key = _order(z)
+    weight = tl.where(key == edge, _weights(z, key, at, key_k, id_k, BY_MASS), 0)
     reached = (before + tl.cumsum(weight, axis=0) >= target) & (weight > 0)
     index = tl.min(tl.where(reached, at, 2147483647), axis=0)
     place = limits + row * 4
@@ -410,6 +424,8 @@ def _limits(logits: Tensor, values: Tensor, maxima: Tensor, batch: SampleBatch) 
     if not (batch.cuts_by_count or batch.cuts_by_mass):
         return limits
     partials = torch.empty(rows * blocks * _WAYS, dtype=torch.int64, device=device)
+    bases = torch.empty(rows * blocks, dtype=torch.int64, device=device)
+    ways = torch.empty(rows, dtype=torch.int32, device=device)
     arrived = arrivals(device)[:rows]
     if rows > arrived.shape[0]:
         raise ValueError(f"{rows} rows are drawn from at once, the limit is {arrived.shape[0]}")
@@ -419,14 +435,15 @@ def _limits(logits: Tensor, values: Tensor, maxima: Tensor, batch: SampleBatch) 
         search = lows[int(by_mass)], highs[int(by_mass)], targets[int(by_mass)]
         for turn in range(_TURNS):
             _narrow_kernel[(rows, blocks)](
-                logits, limits, maxima, *search, partials, arrived,
+                logits, limits, maxima, *search, partials, bases, ways, arrived,
                 batch.temperature, batch.top_p, vocab, blocks,
                 BLOCK=_BLOCK, SUB=_SUB, WAYS=_WAYS, PADDED=padded,
                 BY_MASS=by_mass, FIRST=turn == 0, num_warps=8, **LAUNCH,
             )  # fmt: skip
-        _edge_kernel[(rows, blocks)](
-            logits, limits, maxima, search[0], search[2], partials, arrived, batch.temperature,
-            vocab, blocks, BLOCK=_BLOCK, PADDED=padded, BY_MASS=by_mass, num_warps=8, **LAUNCH,
+        _edge_kernel[(rows,)](
+            logits, limits, maxima, search[0], search[2], partials, bases, ways,
+            batch.temperature, vocab, blocks,
+            BLOCK=_BLOCK, PADDED=padded, WAYS=_WAYS, BY_MASS=by_mass, num_warps=8, **LAUNCH,
         )  # fmt: skip
     return limits
 
