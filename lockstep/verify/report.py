@@ -174,7 +174,12 @@ def _svg(draw: Any, height: float) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    settings: Any = {"svg.hashsalt": "lockstep", "font.family": "sans-serif", "font.size": 9}
+    settings: Any = {
+        "svg.hashsalt": "lockstep",
+        "svg.fonttype": "none",
+        "font.family": "sans-serif",
+        "font.size": 9,
+    }
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(6.4, height), layout="constrained")
         axes = figure.add_subplot()

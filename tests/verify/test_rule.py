@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,19 @@ def test_requests_may_lie_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "some.jsonl").write_text("\n\n")
     with pytest.raises(RuleError, match="holds none"):
         load(tmp_path / "rule.yaml")
+
+
+def test_the_rules_of_the_guide_and_of_the_example_are_rules(repository: Path) -> None:
+    example = load(repository / "examples" / "verify" / "rule.yaml")
+    assert len(example.items) == 32
+    guide = (repository / "docs" / "verify.md").read_text(encoding="utf-8")
+    blocks = [
+        block
+        for block in re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
+        if "endpoints" in block
+    ]
+    assert blocks
+    for block in blocks:
+        assert len(parse(block, repository / "examples" / "verify").items) == 32
+    for kind in re.findall(r"`(token|decision|probability|score)`", guide):
+        assert f'tag="{kind}"' in (repository / "lockstep/verify/difference.py").read_text()
