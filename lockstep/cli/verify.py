@@ -30,7 +30,7 @@ LedgerPath = Annotated[
 ]
 DEFAULT_LEDGER = Path("verify-ledger.jsonl")
 ReportPath = Annotated[
-    Path | None, typer.Option("--report", help="Write the report there too, as one HTML file.")
+    Path | None, typer.Option("--report", help="Write the report there: .md, else HTML.")
 ]
 
 
@@ -91,7 +91,9 @@ async def _compare(rule: Rule, a: Endpoint, b: Endpoint) -> Comparison:
 def noise(
     url: Annotated[str, typer.Argument(help="The API's base, e.g. http://localhost:8000/v1.")],
     model: Annotated[str, typer.Option(help="Its name there, where several are served.")] = "",
-    key: Annotated[str, typer.Option(help="Environment variable that holds the API key.")] = "",
+    api_key_env: Annotated[
+        str, typer.Option(help="Environment variable that holds the API key.")
+    ] = "",
     requests: Annotated[
         Path | None, typer.Option(help="JSON lines of requests, by default built-in questions.")
     ] = None,
@@ -129,7 +131,9 @@ def noise(
     else:
         items = items_of(read_requests(requests), Sampling(logprobs=1))
     plan = Plan(items, repeats, concurrency, prefills, prefill_words, fresh=requests is None)
-    endpoint = Endpoint(url, model, key_from(key), timeout, connections=concurrency + prefills)
+    endpoint = Endpoint(
+        url, model, key_from(api_key_env), timeout, connections=concurrency + prefills
+    )
     with Ledger(ledger).run("noise", rule=plan.hash, subject=endpoint.name) as run:
         found = asyncio.run(_noise(plan, endpoint))
         run.finish(found.verdict, figures(found), reason=reason_of(found))
@@ -237,7 +241,7 @@ def open_endpoint(rule: EndpointRule, fixed: Rule) -> Endpoint:
     return Endpoint(
         rule.url,
         rule.model,
-        key_from(rule.key),
+        key_from(rule.api_key_env),
         fixed.timeout,
         connections=fixed.concurrency,
         extra=rule.extra,
@@ -257,11 +261,12 @@ def key_from(variable: str) -> str:
 
 def show(report: Report, path: Path | None) -> None:
     """Print a report, and write it where a path is given."""
-    from lockstep.verify.report import print_report, write_html
+    from lockstep.verify.markdown import write_report
+    from lockstep.verify.report import print_report
 
     print_report(report)
     if path is not None:
-        write_html(report, path)
+        write_report(report, path)
         typer.echo(f"report: {path}", err=True)
 
 

@@ -35,13 +35,13 @@ class EndpointRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         url: the API's base, e.g. http://localhost:8000/v1.
         model: as its requests name it; "" where it serves one model only.
-        key: name of the environment variable that holds its API key; never the key.
+        api_key_env: name of the environment variable that holds its API key; never the key.
         extra: further fields of every body that goes to it.
     """
 
     url: Annotated[str, Meta(min_length=1)]
     model: str = ""
-    key: str = ""
+    api_key_env: str = ""
     extra: dict[str, Any] = {}
 
 

@@ -24,7 +24,7 @@ def write_rule(folder: Path, a: str, b: str, criterion: str = "{kind: exact}") -
     path = folder / "rule.yaml"
     requests = "\n".join(f"  - {{prompt: p{index}, logprobs: 1}}" for index in range(10))
     path.write_text(
-        f"name: planted\nendpoints:\n  a: {{url: '{a}'}}\n  b: {{url: '{b}', key: B_KEY}}\n"
+        f"name: planted\nendpoints:\n  a: {{url: '{a}'}}\n  b: {{url: '{b}', api_key_env: B_KEY}}\n"
         f"requests:\n{requests}\ncriterion: {criterion}\ntimeout: 10\n"
     )
     return path

@@ -13,7 +13,7 @@ RULE = """
 name: candidate
 endpoints:
   a: {url: "http://localhost:8000/v1"}
-  b: {url: "http://localhost:8001/v1", model: m, key: B_KEY, extra: {top_k: 1}}
+  b: {url: "http://localhost:8001/v1", model: m, api_key_env: B_KEY, extra: {top_k: 1}}
 defaults: {max_tokens: 8, logprobs: 1}
 requests:
   - prompt: Why is the sky blue?
