@@ -83,11 +83,12 @@ class Queues:
             route = plan_route(branch, request.branch_from, self.cache, self.layers, self.branches)
         if gate is not None:
             route = gate.route
+        first = request if gate is None else gate.judge
         sequences = []
         for choice in range(request.sampling.n):
             sequence = Sequence(
                 self._next_number,
-                request if gate is None else gate.judge,
+                first,
                 choice,
                 identity=identity,
                 layers=self.layers,

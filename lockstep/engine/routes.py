@@ -71,11 +71,11 @@ def plan_route(
         full: the context's rows go through all layers, whatever the options say: somebody
             goes on from them.
     """
+    context = branch.adapt == "context"
     early = None
-    if branch.adapt == "context" and options.depth == "full" and not full:
+    if context and options.depth == "full" and not (full or options.keep_activations):
         early = plan_route(branch, begins, cache, layers, BranchOptions(depth="exit"))
     full = full or options.depth == "full"
-    context = branch.adapt == "context"
     leaves = branch.fork if context else branch.exit  # the trunk, at the earliest
     reach = layers if full else (layers[0], leaves)
     below = frozenset(want.group for want in cache.wants((layers[0], leaves)))

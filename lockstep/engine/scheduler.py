@@ -310,12 +310,13 @@ class Scheduler(Filling):
         assert lease is not None
         if sequence.route is not None:
             same = min(same, sequence.shared)
-        self.cache.publish(lease, before, sequence.shared, None, tail=True)
         wants = self.cache.wants(self.layers)
         sequence.become(request, wants, max_len, grammar)
-        same = min(same, common_prefix(before, sequence.tokens), sequence.needed_from)
-        if same < sequence.shared:  # it has to report rows of what is shared
-            self.cache.close(lease)
+        shared = sequence.shared
+        alike = shared + common_prefix(before[shared:], sequence.tokens[shared:])
+        same = min(same, alike, sequence.needed_from)
+        if same < shared:  # it has to report rows of what is shared
+            self.cache.close(lease, before, shared)
             self._to_waiting(sequence)
             return
         sequence.computed, sequence.kept_until = same, 0
