@@ -37,7 +37,7 @@ class Row:
         planned: how many each side was asked for in the rounds; those behind are confirmations.
         own, cross, b_own: whether a difference was found among A's answers, between A and B,
             among B's answers; None where it cannot be said.
-        more, less: see `Tally`.
+        more, less: of the pairs that stand in the same relation, see `Tally`.
         unread: why it could not be compared, "" when it could.
     """
 
@@ -173,8 +173,11 @@ def count(row: Row, rule: Rule) -> None:
     elif row.unread:
         row.own = row.own if isinstance(rule.criterion, Exact) else None
         row.cross = None
-    row.more = bool(row.cross) and row.own is False
-    row.less = bool(row.own) and row.cross is False
+    # Only pairs that stand in the same relation may be weighed against each other.
+    own, cross = _any(rule, row.own_pairs(), row), _any(rule, row.cross_pairs(), row)
+    counted = isinstance(rule.criterion, Exact) or not row.unread
+    row.more = counted and bool(cross) and own is False
+    row.less = counted and bool(own) and cross is False
 
 
 def _any(rule: Rule, pairs: Iterable[Pair], row: Row) -> bool | None:

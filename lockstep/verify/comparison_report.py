@@ -157,7 +157,7 @@ def _seconds(rows: Sequence[Row], side: str) -> float | None:
 
 def report_of(found: Comparison, a: str, b: str) -> Report:
     """The report of a comparison between deployments of these names."""
-    rule = found.rule
+    rule, known = found.rule, figures(found)
     return Report(
         title=f"Comparison: {rule.name}",
         lead=f"A is {a}. B is {b}.",
@@ -165,16 +165,20 @@ def report_of(found: Comparison, a: str, b: str) -> Report:
         reason=found.reason,
         sections=[
             section
-            for section in (_counts(found), _where(found), _gap_section(found), _listed(found))
+            for section in (
+                _counts(found, known),
+                _where(found),
+                _gap_section(found),
+                _listed(found),
+            )
             if section is not None
         ]
-        + [_rule_section(found)],
+        + [_rule_section(found, known)],
         footer=f"Rule {rule.hash}, fixed before the first request.",
     )
 
 
-def _counts(found: Comparison) -> Section:
-    known = figures(found)
+def _counts(found: Comparison, known: dict[str, Any]) -> Section:
     of = found.tally.requests
     names = ("A against itself", "A against B", "B against itself")
     keys = ("own", "cross", "b_own")
@@ -189,12 +193,13 @@ def _counts(found: Comparison) -> Section:
     ]
     more, less = found.tally.more, found.tally.less
     text = [
-        f"B differs where A does not differ from itself on {more} requests, the reverse holds on "
-        f"{less}. If B were the same as A, both would be equally likely on each request; {more} or "
-        f"more of {more + less} would then come with probability {known['sign_test']:.2g}.",
+        f"Held against A's first answer, B's second differs and A's second does not on {more} "
+        f"requests; the reverse holds on {less}. If B were the same as A, both would be equally "
+        f"likely on each request: {more} or more of {more + less} would come with probability "
+        f"{known['sign_test']:.2g}.",
     ]
     if found.tally.unread:
-        failures = "; ".join(f"{count} times {why}" for why, count in known["failures"].items())
+        failures = "; ".join(f"{why} ({count})" for why, count in known["failures"].items())
         text.append(
             f"{found.tally.unread} requests could not be compared: {shortened(failures, 400)}."
         )
@@ -273,7 +278,7 @@ def _listed(found: Comparison) -> Section | None:
     return Section("Requests that differ", text, head, rows[:LISTED], verbatim=frozenset({3, 4}))
 
 
-def _rule_section(found: Comparison) -> Section:
+def _rule_section(found: Comparison, known: dict[str, Any]) -> Section:
     rule = found.rule
     rows = [
         ("requests", len(rule.items)),
@@ -284,7 +289,6 @@ def _rule_section(found: Comparison) -> Section:
         ("order drawn from seed", rule.seed),
         ("seconds allowed for an answer", f"{rule.timeout:g}"),
     ]
-    known = figures(found)
     for name in ("a", "b"):
         rows.append(
             (f"fingerprint of {name.upper()}", ", ".join(known["fingerprints"][name]) or "none")

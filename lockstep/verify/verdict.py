@@ -28,7 +28,8 @@ class Tally:
         requests: all of the rule.
         own: on which A differs from itself.
         cross: on which B differs from A.
-        more: on which B differs from A and A does not differ from itself; less: the reverse.
+        more: on which B's second answer differs from A's first and A's second does not; less: the
+            reverse.
         unread: that could not be compared, because an answer failed or was silent.
         scores: whether these are scores. Then `own` counts those on which A's score changed,
             `more` those on which A is right and B wrong, `less` the reverse, and `cross` is by

@@ -157,16 +157,19 @@ async def test_relative_with_few_requests_or_much_noise_is_undecidable() -> None
     assert mute.reason.endswith("40 requests could not be compared")
 
 
-async def test_equal_noise_is_called_a_difference_as_rarely_as_stated() -> None:
-    """Null: B is A, noisy at 10%. The sign test at 5% and relative fails in 150 comparisons."""
-    fixed = rule(60, "{kind: relative, margin: 0, most_own: 0.9}")
+@pytest.mark.parametrize(
+    "criterion", ["{kind: relative, margin: 0, most_own: 0.9}", "{kind: exact, confirm: 2}"]
+)
+async def test_equal_noise_is_called_a_difference_as_rarely_as_stated(criterion: str) -> None:
+    """Null: B is A, noisy at 10%. The sign test at 5%, and fails, in 120 comparisons."""
+    fixed = rule(40, criterion)
     alarms = fails = 0
-    for seed in range(150):
+    for seed in range(120):
         one = await found(fixed, noisy(0.1, 2 * seed), noisy(0.1, 2 * seed + 1))
         alarms += figures(one)["sign_test"] <= 0.05
         fails += one.verdict is Verdict.FAIL
-    assert clopper_pearson(alarms, 150, 0.999).low <= 0.05
-    assert clopper_pearson(fails, 150, 0.999).low <= 0.05
+    assert clopper_pearson(alarms, 120, 0.999).low <= 0.05
+    assert clopper_pearson(fails, 120, 0.999).low <= 0.05
 
 
 async def test_a_first_asking_that_differs_from_later_ones_is_no_difference_of_b() -> None:
