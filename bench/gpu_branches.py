@@ -38,7 +38,7 @@ from lockstep.types import EngineStats, Gate, GateProbe, Request, SamplingParams
 BASE = "random"
 OPTIONS = ("answer", "refuse")
 QUESTION, HEADER = 24, 8  # tokens of the judge's suffix, and of what writing begins with
-POOL_BYTES = 44 << 30
+POOL_BYTES = 40 << 30
 OUT = Path(__file__).resolve().parent / "out"
 
 
@@ -54,6 +54,7 @@ class Setting:
     depth: Literal["full", "exit"] = "full"
     caching: bool = True
     branch: bool = True
+    graphs: bool = True
     pool: int = POOL_BYTES
 
 
@@ -92,7 +93,7 @@ def worker(pipe: Connection, setting: Setting) -> None:
     scheduler = SchedulerConfig(max_step_tokens=8192, max_sequences=256).resolved(backend.kind)
     cache = CacheConfig(prefix_caching=setting.caching)
     model = random_model(SHAPES[setting.shape], backend)
-    branch = read_branch(setting.folder)
+    branch = read_branch(setting.folder) if setting.branch else None
     runner = Runner(
         model,
         backend,
@@ -100,8 +101,9 @@ def worker(pipe: Connection, setting: Setting) -> None:
         memory_bytes=setting.pool,
         step_tokens=scheduler.max_step_tokens,
         max_sequences=scheduler.max_sequences,
+        graphs=setting.graphs,
         identity=Identity(setting.shape, BASE),
-        branches=[branch] if setting.branch else [],
+        branches=[] if branch is None else [branch],
     )
     runner.warm_up()
     elements = setting.pool // torch.empty((), dtype=model.dtype).element_size()
@@ -337,7 +339,9 @@ def package(shape: str, fork: int, exit_: int, adapt: str, folder: Path) -> str:
     return str(folder)
 
 
-def compare(options: argparse.Namespace, fork: int, exit_: int, adapt: str) -> list[str]:
+def compare(
+    options: argparse.Namespace, writer: Worker, fork: int, exit_: int, adapt: str
+) -> list[str]:
     """One branch through every way; the rows of its table."""
     from bench.shapes import SHAPES
 
@@ -353,7 +357,6 @@ def compare(options: argparse.Namespace, fork: int, exit_: int, adapt: str) -> l
         contexts = [some(options.length) for _ in range(options.contexts)]
         work = Work(contexts, some(QUESTION), some(HEADER), options.new)
         warm = replace(work, contexts=[some(options.length) for _ in range(8)])
-        writer = Worker(replace(base, branch=False))
         found: dict[str, list[Outcome]] = {}
         room = Room(1, 1)
 
@@ -368,9 +371,10 @@ def compare(options: argparse.Namespace, fork: int, exit_: int, adapt: str) -> l
         room, layers = own.room, own.layers
         rounds("gated", lambda w, t: in_one(own, w, t), threshold)
         own.close()
-        twice = Worker(replace(base, caching=False))
-        rounds("one engine, two prefills", lambda w, t: in_two(twice, twice, w, t), threshold)
-        twice.close()
+        if f"{fork}-{exit_}-{adapt}" in options.twice:
+            twice = Worker(replace(base, caching=False))
+            rounds("one engine, two prefills", lambda w, t: in_two(twice, twice, w, t), threshold)
+            twice.close()
         # A judge of its own has no use for trunk rows behind its exit, nor for both kinds.
         judges: dict[str, Literal["full", "exit"]] = {}
         if exit_ == layers:
@@ -380,10 +384,9 @@ def compare(options: argparse.Namespace, fork: int, exit_: int, adapt: str) -> l
             if adapt == "suffix":
                 judges["two engines, full judge"] = "full"
         for name, depth in judges.items():
-            judge = Worker(replace(base, depth=depth))
+            judge = Worker(replace(base, depth=depth, graphs=False))  # it never decodes
             rounds(name, lambda w, t, judge=judge: in_two(judge, writer, w, t), threshold)  # type: ignore[misc]
             judge.close()
-        writer.close()
     for name, outcomes in found.items():
         for one in outcomes:
             assert one.texts == found["gated"][0].texts, f"{name}: decided or wrote otherwise"
@@ -417,6 +420,9 @@ def main() -> None:
         "--branches", nargs="+", default=["32-36-suffix", "32-36-context", "20-24-suffix",
         "20-24-context"], help="fork-exit-adapt",
     )  # fmt: skip
+    parser.add_argument(
+        "--twice", nargs="*", default=["32-36-suffix"], help="branches also tried by two prefills"
+    )
     options = parser.parse_args()
     lines = [
         f"{options.shape}, random weights, {options.contexts} contexts of {options.length} tokens, "
@@ -426,14 +432,15 @@ def main() -> None:
         "row | tail pages at most |",
         "|---|---|---|---|---|---|---|",
     ]
-    for each in options.branches:
-        fork, exit_, adapt = each.split("-")
-        lines += compare(options, int(fork), int(exit_), adapt)
-    text = "\n".join(lines)
-    print("\n" + text)
     out = Path(os.environ.get("OUT", OUT))
     out.mkdir(parents=True, exist_ok=True)
-    (out / "gpu_branches.md").write_text(text + "\n")
+    writer = Worker(Setting(options.shape, "", branch=False, pool=options.pool))
+    for each in options.branches:
+        fork, exit_, adapt = each.split("-")
+        lines += compare(options, writer, int(fork), int(exit_), adapt)
+        (out / "gpu_branches.md").write_text("\n".join(lines) + "\n")
+    writer.close()
+    print("\n" + "\n".join(lines))
 
 
 if __name__ == "__main__":
