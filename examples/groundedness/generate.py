@@ -2,8 +2,9 @@
 
     python examples/groundedness/generate.py
 
-writes `train.jsonl` and `held.jsonl` beside itself. The same seed writes the same bytes. The
-README says what the three actions mean and which hard cases there are.
+writes `train.jsonl`, `calibrate.jsonl` and `held.jsonl` beside itself. The last two have places,
+people and wordings that are in no training row. The same seed writes the same bytes. The README
+says what the three actions mean and which hard cases there are.
 """
 
 from __future__ import annotations
@@ -293,10 +294,10 @@ def rows(writer: Writer, count: int) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Write both files."""
+    """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--train", type=int, default=3000)
-    parser.add_argument("--held", type=int, default=800)
+    parser.add_argument("--held", type=int, default=800, help="half of them to calibrate on")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     options = parser.parse_args()
@@ -304,11 +305,16 @@ def main() -> None:
     names, surnames = invented(rng, 1600), invented(rng, 400)
     sizes = {"train": options.train, "held": options.held}
     parts = {"train": (names[:1200], surnames[:300]), "held": (names[1200:], surnames[300:])}
+    made: dict[str, list[dict[str, object]]] = {}
     for split, count in sizes.items():
-        writer = Writer(rng, split == "held", *parts[split])
-        lines = [json.dumps(row, ensure_ascii=False) for row in rows(writer, count)]
-        (options.out / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        print(f"{options.out / split}.jsonl: {len(lines)} rows")
+        made[split] = rows(Writer(rng, split == "held", *parts[split]), count)
+    half = options.held // 2
+    made["calibrate"], made["held"] = made["held"][:half], made["held"][half:]
+    for name, found in made.items():
+        file = options.out / f"{name}.jsonl"
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in found)
+        file.write_text("".join(lines), encoding="utf-8")
+        print(f"{file}: {len(found)} rows")
 
 
 if __name__ == "__main__":
