@@ -37,6 +37,8 @@ _FIELDS = {
     "/v1/chat/completions": ("messages", "max_tokens"),
     "/v1/responses": ("input", "max_output_tokens"),
     "/v1/embeddings": ("input", ""),
+    "/v1/classify": ("input", ""),
+    "/classify": ("input", ""),
 }
 
 

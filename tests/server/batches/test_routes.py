@@ -289,7 +289,7 @@ def test_every_route_with_a_json_body_is_an_endpoint(
     for path in posts:
         batchable = path.startswith("/v1/") and "{" not in path
         batchable = batchable and path not in ("/v1/files", "/v1/batches")
-        assert (f"{path}," in told) == batchable, path
+        assert (f" {path}," in told) == batchable, path
 
 
 @pytest.mark.parametrize(
