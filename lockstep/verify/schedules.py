@@ -31,6 +31,8 @@ LONG = 600  # tokens of the long probe: it crosses an attention segment, which h
 ANSWER = 8  # tokens of an answer
 STRANGERS = 32
 FEW_ROWS = 4
+CUDA_POOL = 2 << 30  # bytes; leaves room for the second pool that some schedules need
+PLAIN_SLABS = 160  # of a second pool that is not meant to be short
 
 Answer = tuple[tuple[int, ...], tuple[int, ...], bytes]
 Answers = dict[str, Answer]
@@ -170,8 +172,14 @@ class World:
         from lockstep.runner import load_runner
 
         self.options = options
-        config = EngineConfig(model=options, scheduler=SchedulerConfig(max_context=CONTEXT))
-        self._runner = load_runner(config)
+        self._runner = load_runner(
+            EngineConfig(
+                model=options,
+                # On a GPU the default would take all of its memory.
+                cache=CacheConfig(memory_bytes=CUDA_POOL if _on_cuda(options) else 0),
+                scheduler=SchedulerConfig(max_context=CONTEXT),
+            )
+        )
         self.info = self._runner.info()
         self.context = self._runner.max_context
 
@@ -182,11 +190,14 @@ class World:
         taken = runner or self._runner
         return Engine(taken, SchedulerConfig(**settings), CacheConfig(), taken.info())
 
-    def plain_runner(self, slabs: int = 0) -> Runner:
+    def plain_runner(self, slabs: int = PLAIN_SLABS) -> Runner:
         """Another runner over the same weights, without graphs.
 
         Args:
             slabs: of its pool; 0 takes the fewest that hold one sequence of full length.
+
+        Raises:
+            ConfigError: the slabs hold no sequence.
         """
         count = slabs or 2
         while True:
@@ -213,11 +224,6 @@ class World:
         except ConfigError:
             return None
 
-    @property
-    def slabs(self) -> int:
-        """Slabs of the model's own pool."""
-        return self._runner.num_slabs
-
     @contextmanager
     def sums_that_follow_the_batch(self) -> Iterator[None]:
         """Make every matrix product's tree depend on how many rows share it, as in libraries
@@ -243,3 +249,10 @@ class World:
             yield
         finally:
             del backend.linear
+
+
+def _on_cuda(options: ModelOptions) -> bool:
+    """Whether the model will lie on a GPU, as `make_backend` decides."""
+    from lockstep.kernels import make_backend
+
+    return make_backend(options).kind == "cuda"

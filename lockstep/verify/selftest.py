@@ -137,7 +137,7 @@ class _Examination:
 
     def _preempted(self) -> Outcome:
         point = "preempted and begun again in a small pool"
-        runner = self._world.plain_runner()
+        runner = self._world.plain_runner(slabs=0)
         late = urgent(self._world.info.vocab_size)
         if not _fits(late, runner.max_context):
             return Outcome(point, None, f"its context of {runner.max_context} tokens is too short")
@@ -179,7 +179,7 @@ class _Examination:
         )
 
     def _device(self) -> Iterator[Outcome]:
-        plain = self._world.plain_runner(min(self._world.slabs, 512))
+        plain = self._world.plain_runner()
         ran = run(self._world.engine(plain), self._asked)
         yield self._same("without captured graphs", ran.answers)
         for overlap in (False, True):
@@ -189,7 +189,7 @@ class _Examination:
     def control(self) -> Outcome:
         """The comparison must fail where sums follow the batch."""
         point = "control: sums that follow the batch are caught"
-        runner = self._world.plain_runner(min(self._world.slabs, 512))
+        runner = self._world.plain_runner()
         with self._world.sums_that_follow_the_batch():
             lonely = alone(self._world, self._asked, runner)
             crowd = run(self._world.engine(runner), [*self._others, *self._asked])
