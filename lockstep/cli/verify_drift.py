@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lockstep import __version__
+from lockstep.cli import options
 from lockstep.cli.verify import DEFAULT_LEDGER, LedgerPath, key_from, require_extra
 
 if TYPE_CHECKING:
+    from lockstep.settings import EngineSettings
     from lockstep.verify.drift.baseline import Baseline
     from lockstep.verify.drift.monitor import Monitor, Status
     from lockstep.verify.drift.passive import PassiveMonitor
     from lockstep.verify.drift.publish import Publisher, Watched
     from lockstep.verify.endpoint import Endpoint
+    from lockstep.verify.quality.subject import Subject
     from lockstep.verify.report import Report
 
 EXIT = {"pass": 0, "fail": 1, "undecidable": 2}
@@ -284,6 +287,82 @@ def provider(
     raise typer.Exit(EXIT[verdict.value])
 
 
+def quality(
+    base: Annotated[
+        str, typer.Argument(metavar="BASE", help="A model (name, path or hub id) or an API base.")
+    ],
+    changed: Annotated[
+        str, typer.Argument(metavar="CHANGED", help="The same of the changed model.")
+    ],
+    tasks: Annotated[Path, typer.Option(help="What is asked and allowed: a YAML file.")],
+    model_base: Annotated[str, typer.Option(help="Its name at an API; asked if empty.")] = "",
+    model_changed: Annotated[str, typer.Option(help="The same of the changed one.")] = "",
+    key_base: Annotated[str, typer.Option(help="Environment variable with an API key.")] = "",
+    key_changed: Annotated[str, typer.Option(help="Environment variable with an API key.")] = "",
+    timeout: Timeout = 600.0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    backend: options.BackendName = "auto",
+    threads: options.Threads = 0,
+    max_context: options.MaxContext = 0,
+    cache_mb: options.CacheMegabytes = 0,
+    ledger: LedgerPath = DEFAULT_LEDGER,
+    report: ReportFile = None,
+) -> None:
+    """Is a quantised, merged or otherwise changed model as good as its base?
+
+    Ends with status 0 for pass, 1 for fail, 2 where it cannot be decided.
+    """
+    require_extra()
+    from lockstep.verify.ledger import Ledger
+    from lockstep.verify.quality.check import Checked, check_quality, report_of
+    from lockstep.verify.quality.tasks import load
+
+    asked = load(tasks)
+    settings = options.engine_settings(
+        dtype=dtype,
+        device=device,
+        backend=backend,
+        threads=threads,
+        max_context=max_context,
+        cache_mb=cache_mb,
+    )
+
+    async def run() -> Checked:
+        async with AsyncExitStack() as stack:
+            one = await _subject(stack, base, model_base, key_base, timeout, settings)
+            other = await _subject(stack, changed, model_changed, key_changed, timeout, settings)
+            return await check_quality(
+                one, other, asked, lambda stage: typer.echo(f"{stage} ...", err=True)
+            )
+
+    with Ledger(ledger).run("quality", rule=asked.hash, subject=f"{base} and {changed}") as record:
+        found = asyncio.run(run())
+        verdict, reason = found.verdict
+        record.finish(verdict.value, found.figures, reason=reason)
+    _show(report_of(found, base, changed), report)
+    raise typer.Exit(EXIT[verdict.value])
+
+
+async def _subject(
+    stack: AsyncExitStack,
+    name: str,
+    model: str,
+    key: str,
+    timeout: float,
+    settings: EngineSettings,
+) -> Subject:
+    """A url's server, or a model in this process; closed with the stack."""
+    from lockstep.verify.quality.subject import HTTPSubject, LocalSubject
+
+    if name.startswith(("http://", "https://")):
+        return await stack.enter_async_context(HTTPSubject(name, model, key_from(key), timeout))
+    from lockstep.llm import LLM
+
+    llm = stack.enter_context(LLM(name, **settings))
+    return LocalSubject(llm, name)
+
+
 def _show(made: Report, path: Path | None) -> None:
     """Print a report, and write it where a path is given: Markdown for .md, else HTML."""
     from lockstep.verify.markdown import write_report
@@ -297,5 +376,5 @@ def _show(made: Report, path: Path | None) -> None:
 
 def add_to(app: typer.Typer) -> None:
     """Put the commands of this file under `lockstep verify`."""
-    for command in (watch, provider):
+    for command in (watch, provider, quality):
         app.command()(command)
