@@ -90,6 +90,14 @@ class GateSpec:
                 field="threshold",
             )
 
+    def length(self) -> int:
+        """Characters of text, about."""
+        texts = [self.prefix or "", *self.options]
+        if self.question is not None:
+            texts += [self.question.instructions]
+            texts += [f"{own.text}{own.description}" for own in self.question.options]
+        return sum(map(len, texts))
+
     def check_writer(self, params: SamplingParams) -> None:
         """Refuse a grammar where the reply has begun before it.
 

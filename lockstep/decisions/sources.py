@@ -229,16 +229,25 @@ def probe_options(
     return asked
 
 
+MAX_OPTION_TOKENS = 256
+"""Of a text that may follow a beginning; comparing long ones takes the square of their length."""
+
+
 def option_paths(tokenizer: Tokenizer, options: Sequence[str]) -> list[Path]:
     """Ids of texts that may follow a beginning, each tokenised apart from it.
 
     Raises:
-        RequestError: no text, or one that begins with another.
+        RequestError: no text, a long one, or one that begins with another.
     """
     paths = [tuple(tokenizer.encode_inside(option)) for option in options]
     for index, path in enumerate(paths):
         if not path:
             raise RequestError(f"options[{index}] must not be empty", field=f"options[{index}]")
+        if len(path) > MAX_OPTION_TOKENS:
+            raise RequestError(
+                f"options[{index}] has {len(path)} tokens, at most {MAX_OPTION_TOKENS} are allowed",
+                field=f"options[{index}]",
+            )
     hidden = hidden_by(paths)
     if hidden is not None:
         short, long = hidden

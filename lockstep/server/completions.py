@@ -224,7 +224,7 @@ async def _gates(
     with gate_words():
         return await off_loop(
             lambda: [gate_prompt(builder, spec, branches, ids) for ids in prompts],
-            sum(map(len, prompts)),
+            len(prompts) * spec.length(),
         )
 
 

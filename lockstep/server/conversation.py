@@ -70,7 +70,8 @@ async def submit_turn(
 
     async def attempt(*, loose: bool) -> PieceStream:
         prepared = await off_loop(
-            lambda: prepare(service, turn, sampling, loose=loose, gate=gate), turn.length()
+            lambda: prepare(service, turn, sampling, loose=loose, gate=gate),
+            turn.length() + (0 if gate is None else gate.length()),
         )
         gates = [prepared.gated] if prepared.gated is not None else []
         requests = build_requests(

@@ -11,7 +11,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from lockstep.server.protocol.gate import GateBody
 from tests.server.support import ServerThread, fake_llm, smollm2_tokenizer, wait_until
 
 SAID = "I can answer answer this from the documents"
@@ -326,6 +329,7 @@ def test_usage_counts_what_was_read_once(judged: httpx.Client) -> None:
         ({**PREFIX, "options": ["write"]}, "gate.options"),
         ({**PREFIX, "options": ["go", "go on"]}, "gate.options[1]"),
         ({**PREFIX, "options": ["write", ""]}, "gate.options[1]"),
+        ({**PREFIX, "options": ["write", "so " * 300]}, "gate.options[1]"),
         ({**PREFIX, "options": ["write", "\ud800"]}, "gate.options[1]"),
         ({**PREFIX, "prefix": "\ud800"}, "gate.prefix"),
         ({**QUESTION, "question": {"type": "choice"}}, "gate.question.instructions"),
@@ -358,6 +362,29 @@ def test_a_bad_gate_is_a_400_that_names_the_place(
     assert set(error) == {"message", "type", "param", "code"}
     body = {"model": "parrot", "prompt": "hi", "gate": gate}
     assert post_ascii(judged, "/v1/completions", body).status_code == 400
+
+
+def anything() -> st.SearchStrategy[Any]:
+    leaf = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+    return st.recursive(leaf, lambda x: st.lists(x) | st.dictionaries(st.text(), x), max_leaves=6)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.dictionaries(
+        st.sampled_from([*GateBody.model_fields, "else"]), anything(), max_size=4
+    ).flatmap(lambda odd: st.sampled_from([JUDGE, QUESTION, PREFIX]).map(lambda g: {**g, **odd}))
+)
+def test_whatever_stands_in_a_gate_the_server_goes_on(
+    judged: httpx.Client, gate: dict[str, Any]
+) -> None:
+    body = {"model": "parrot", "prompt": "hi", "gate": gate, "max_tokens": 2}
+    reply = post_ascii(judged, "/v1/completions", body)
+    assert reply.status_code in (200, 400), reply.text
+    if reply.status_code == 400 and "NaN" not in json.dumps(body):
+        assert str(reply.json()["error"]["param"]).startswith("gate")
 
 
 @pytest.mark.parametrize(
