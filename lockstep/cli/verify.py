@@ -272,7 +272,8 @@ def show(report: Report, path: Path | None) -> None:
 
 def require_extra() -> None:
     """End the command with a hint where what `verify` needs is missing."""
-    missing = [name for name in ("httpx", "matplotlib", "scipy", "yaml") if find_spec(name) is None]
+    needed = ("httpx", "jsonschema", "matplotlib", "prometheus_client", "scipy", "yaml")
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise typer.BadParameter(
             f"{', '.join(missing)} not installed: pip install '.[verify]' in Lockstep's folder"

@@ -12,7 +12,7 @@ import typer
 
 from lockstep import __version__
 from lockstep.cli import options
-from lockstep.cli.verify import DEFAULT_LEDGER, LedgerPath, key_from, require_extra
+from lockstep.cli.verify import DEFAULT_LEDGER, LedgerPath, key_from, require_extra, show
 
 if TYPE_CHECKING:
     from lockstep.settings import EngineSettings
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from lockstep.verify.drift.publish import Publisher, Watched
     from lockstep.verify.endpoint import Endpoint
     from lockstep.verify.quality.subject import Subject
-    from lockstep.verify.report import Report
 
 EXIT = {"pass": 0, "fail": 1, "undecidable": 2}
 EXIT_CODES = {"ok": 0, "changed": 1, "unreadable": 3}
@@ -283,7 +282,7 @@ def provider(
         verdict, reason = overall(findings)
         figures = {finding.name: dict(finding.figures) for finding in findings}
         record.finish(verdict.value, figures, reason=reason)
-    _show(report_of(findings, name_a, name_b), report)
+    show(report_of(findings, name_a, name_b), report)
     raise typer.Exit(EXIT[verdict.value])
 
 
@@ -340,7 +339,7 @@ def quality(
         found = asyncio.run(run())
         verdict, reason = found.verdict
         record.finish(verdict.value, found.figures, reason=reason)
-    _show(report_of(found, base, changed), report)
+    show(report_of(found, base, changed), report)
     raise typer.Exit(EXIT[verdict.value])
 
 
@@ -361,17 +360,6 @@ async def _subject(
 
     llm = stack.enter_context(LLM(name, **settings))
     return LocalSubject(llm, name)
-
-
-def _show(made: Report, path: Path | None) -> None:
-    """Print a report, and write it where a path is given: Markdown for .md, else HTML."""
-    from lockstep.verify.markdown import write_report
-    from lockstep.verify.report import print_report
-
-    print_report(made)
-    if path is not None:
-        write_report(made, path)
-        typer.echo(f"report: {path}", err=True)
 
 
 def add_to(app: typer.Typer) -> None:
