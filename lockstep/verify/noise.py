@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lockstep.types import RequestError
 from lockstep.verify.canonical import digest
 from lockstep.verify.difference import Parting, gaps, parting
 from lockstep.verify.endpoint import ProbeRequest, Reading, Source
@@ -77,6 +78,10 @@ class Plan:
         prefill_words: words of each of these prompts; about as many tokens.
         seed: of orders, and of the words of long prompts.
         fresh: whether the items' prompts begin with a text that no server has seen.
+
+    Raises:
+        RequestError: fewer than two requests, or one that draws without a seed: it differs from
+            itself by design.
     """
 
     items: tuple[Item, ...]
@@ -86,6 +91,17 @@ class Plan:
     prefill_words: int = 800
     seed: int = 0
     fresh: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.items) < 2:
+            raise RequestError("noise needs two requests at least", field="requests")
+        for item in self.items:
+            if item.request.temperature > 0 and item.request.seed is None:
+                raise RequestError(
+                    f"request {item.id} draws at temperature {item.request.temperature:g} without "
+                    "a seed: it differs from itself by design",
+                    field="seed",
+                )
 
     @property
     def hash(self) -> str:

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli.main import app
+from lockstep.types import RequestError
 from lockstep.verify.endpoint import Endpoint, ProbeRequest, Reading
 from lockstep.verify.ledger import check, past_runs
 from lockstep.verify.noise import Noise, Plan, measure, questions, without_unknown
@@ -183,3 +184,18 @@ def test_built_in_requests_are_new_in_every_run(count: int) -> None:
     assert len({item.id for item in one}) == count
     assert not {str(i.request.messages) for i in one} & {str(i.request.messages) for i in other}
     assert Plan(one).hash != Plan(other).hash
+
+
+def test_requests_that_differ_from_themselves_by_design_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    file.write_text('{"prompt": "a"}\n{"id": "b", "prompt": "b", "temperature": 1}\n')
+    words = ["verify", "noise", "http://127.0.0.1:9", "--requests", str(file)]
+    with pytest.raises(RequestError, match="request b draws at temperature 1 without a seed"):
+        CliRunner().invoke(app, words, catch_exceptions=False)
+    file.write_text('{"prompt": "a"}\n{"id": "b", "prompt": "b", "temperature": 1, "seed": 3}\n')
+    ledger = tmp_path / "ledger.jsonl"
+    done = CliRunner().invoke(app, [*words, "--ledger", str(ledger), "--repeats", "1"])
+    assert done.exit_code == 2, "nobody listens there"
+    file.write_text('{"prompt": "a"}\n')
+    with pytest.raises(RequestError, match="two requests"):
+        CliRunner().invoke(app, words, catch_exceptions=False)
