@@ -12,7 +12,14 @@ import typer
 
 from lockstep import __version__
 from lockstep.cli import options
-from lockstep.cli.verify import DEFAULT_LEDGER, LedgerPath, key_from, require_extra, show
+from lockstep.cli.verify import (
+    DEFAULT_LEDGER,
+    LedgerPath,
+    ReportPath,
+    key_from,
+    require_extra,
+    show,
+)
 
 if TYPE_CHECKING:
     from lockstep.settings import EngineSettings
@@ -33,9 +40,6 @@ KeyOption = Annotated[
     str, typer.Option("--api-key-env", help="Environment variable that holds the API key.")
 ]
 Timeout = Annotated[float, typer.Option(help="Seconds that one request may take.")]
-ReportFile = Annotated[
-    Path | None, typer.Option("--report", help="Write the report there: .md, else HTML.")
-]
 Concurrency = Annotated[int, typer.Option(help="Requests at once.")]
 
 
@@ -243,7 +247,7 @@ def provider(
     timeout: Timeout = 120.0,
     concurrency: Concurrency = 8,
     ledger: LedgerPath = DEFAULT_LEDGER,
-    report: ReportFile = None,
+    report: ReportPath = None,
 ) -> None:
     """Is a model at B the model of that name at A? About 1,000 short requests.
 
@@ -306,7 +310,7 @@ def quality(
     max_context: options.MaxContext = 0,
     cache_mb: options.CacheMegabytes = 0,
     ledger: LedgerPath = DEFAULT_LEDGER,
-    report: ReportFile = None,
+    report: ReportPath = None,
 ) -> None:
     """Is a quantised, merged or otherwise changed model as good as its base?
 

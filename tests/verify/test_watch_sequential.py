@@ -1,4 +1,4 @@
-"""The tests behind `verify watch`: their false-alarm rate, exactly and over simulated clean years."""
+"""The tests behind `verify watch`: their false-alarm rate, exactly and over simulated years."""
 
 from __future__ import annotations
 
