@@ -317,8 +317,15 @@ def train_once(
     """Train; the tensors, and the head's outputs on the rows that are held back."""
     recipe = plan.recipe
     with workers(plan.threads or len(os.sched_getaffinity(0))) as pool:
-        progress("keys and values of contexts", 0.0)
-        data: Prepared = prepare(layers, parts.examples, parts.tokens, rows, recipe.adapt, pool)
+        data: Prepared = prepare(
+            layers,
+            parts.examples,
+            parts.tokens,
+            rows,
+            recipe.adapt,
+            pool,
+            lambda done, total: progress("keys and values of contexts", done / total),
+        )
         trained = fit(
             layers,
             data,

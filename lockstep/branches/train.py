@@ -154,6 +154,7 @@ def prepare(
     activations: Activations,
     adapt: Adapt,
     pool: ThreadPoolExecutor,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Prepared:
     """Keys and values of contexts, which no adapter of a suffix branch touches, computed once.
 
@@ -187,7 +188,10 @@ def prepare(
             for row, (i, length) in enumerate(zip(indices, lengths, strict=True)):
                 stored[contexts[i] : contexts[i + 1], place].copy_(both[row, :length])
 
-    list(pool.map(fill, _chunks(order, _KEYS_BATCH)))
+    chunks = _chunks(order, _KEYS_BATCH)
+    for done, _ in enumerate(pool.map(fill, chunks), start=1):
+        if progress is not None:
+            progress(done, len(chunks))
     return Prepared(examples, tokens, activations, stored, tuple(contexts), folder)
 
 

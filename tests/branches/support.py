@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,10 +21,15 @@ from lockstep.runner.runner import Identity, Runner
 from tests.model.branches import BASE, describe
 from tests.model.tiny import build_oracle, save
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+JUDGE = Path(__file__).parents[2] / "examples" / "groundedness" / "judge"
+SETTINGS: Any = {"threads": 1, "cache_bytes": 64 << 20, "max_context": 512}  # of SmolLM2
+
+
+def written(folder: Path, *rows: Any) -> Path:
+    """A file of rows; a text is a line as it is."""
+    file = folder / "rows.jsonl"
+    file.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows) + "\n")
+    return file
 
 
 @dataclass(repr=False)
@@ -63,3 +72,19 @@ def tokens(count: int, seed: int = 0, suffix: int = 5) -> list[Tokens]:
 
 def examples(targets: list[int]) -> list[Example]:
     return [Example(line, "-", target) for line, target in enumerate(targets, start=1)]
+
+
+def groundedness() -> ModuleType:
+    """The example's generator, which imports its templates from its own folder."""
+    folder = str(JUDGE.parent)
+    spec = importlib.util.spec_from_file_location("groundedness", JUDGE.parent / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, folder)
+    sys.modules["groundedness"] = module  # where dataclasses look up their annotations
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(folder)
+    return module

@@ -22,12 +22,10 @@ from lockstep.branches.train import Recipe
 from lockstep.config import CacheConfig, SchedulerConfig
 from lockstep.decisions import Choice
 from lockstep.engine.loop import Engine
-from lockstep.settings import engine_config
-from tests.branches.test_data import written
+from tests.branches.support import SETTINGS, written
 
 ANIMALS = ("cat", "dog", "horse", "cow", "sheep", "goat", "pig", "hen")
 TOOLS = ("hammer", "saw", "drill", "wrench", "chisel", "plane", "file", "axe")
-SETTINGS: Any = {"threads": 1, "cache_bytes": 64 << 20, "max_context": 512}
 PLAN = Plan(
     Recipe(
         26, 28, "options", ("animal", "tool"),
@@ -38,20 +36,6 @@ PLAN = Plan(
     share=0.25,
     threads=1,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Rows of the trunk are kept in a folder of the tests' own; compiled kernels are not."""
-    folder = tmp_path_factory.mktemp("rows")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.branches.activations.cache_folder", lambda: folder)
-        yield
-
-
-@pytest.fixture(scope="module")
-def trunk() -> Trunk:
-    return Trunk(engine_config("smollm2", **SETTINGS))
 
 
 @pytest.fixture(scope="module")

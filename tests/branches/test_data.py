@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from lockstep.branch import BranchError
 from lockstep.branches.data import CODES, Example, majority, read_rows, split
+from tests.branches.support import written
 
 CHAT = [{"role": "user", "content": "hello"}]
 COLOURS = {
@@ -19,12 +19,6 @@ COLOURS = {
     "instructions": "Which colour?",
     "choices": [{"value": "red"}, {"value": "blue", "description": "like the sky"}],
 }
-
-
-def written(folder: Path, *rows: Any) -> Path:
-    file = folder / "rows.jsonl"
-    file.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows) + "\n")
-    return file
 
 
 def test_rows_of_options(tmp_path: Path) -> None:
