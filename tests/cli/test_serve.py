@@ -64,6 +64,21 @@ def test_a_wrong_settings_file_is_refused(tmp_path: Path, text: str, complaint: 
     assert invoke("serve", "--config", str(tmp_path / "none.toml")).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (["judge"], "NAME=FOLDER"),
+        (["=judge"], "NAME=FOLDER"),
+        (["judge="], "NAME=FOLDER"),
+        (["a=x", "a=y"], "named twice"),
+    ],
+)
+def test_a_branch_is_a_name_and_a_folder(given: list[str], complaint: str) -> None:
+    done = invoke("serve", "smollm2", *(part for one in given for part in ("--branch", one)))
+    assert done.exit_code == 2
+    assert complaint in done.output
+
+
 def test_a_server_from_a_settings_file(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     secret = invoke("keys", "new", "alice", "-f", str(keys)).stdout.strip()

@@ -163,3 +163,14 @@ def test_only_its_own_files_are_served_and_no_script_from_elsewhere(server: Serv
     headers = httpx.get(server.url).headers
     assert "script-src 'self'" in headers["content-security-policy"]
     assert "unsafe" not in headers["content-security-policy"]
+
+
+def test_a_branch_decides_where_there_is_one(browser: Browser, judged_server: ServerThread) -> None:
+    opened = browser.new_page()
+    opened.goto(judged_server.url)
+    opened.click("#tab-decide")
+    expect(opened.locator("#decide-by option")).to_have_text(["parrot", "codes", "judge", "reward"])
+    opened.select_option("#decide-by select", "codes")
+    opened.click("#decide-send")
+    expect(opened.locator("#answers .answer")).to_have_count(2)
+    opened.close()

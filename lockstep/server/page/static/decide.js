@@ -1,4 +1,4 @@
-import { bar, element, model, percent, post } from "/page/api.js";
+import { bar, element, get, model, percent, post } from "/page/api.js";
 
 const list = document.getElementById("questions");
 const answers = document.getElementById("answers");
@@ -9,6 +9,21 @@ const EXAMPLES = {
   score: ["How annoyed does the customer sound?", "calm\nirritated\nangry"],
 };
 const NAMES = { predicate: "yes / no", choice: "choice", score: "score" };
+
+// The branches of a model decide, too.
+const by = document.querySelector("#decide-by select");
+
+document.getElementById("tab-decide").addEventListener("focus", async () => {
+  let models;
+  try {
+    models = (await get("/v1/models")).data;
+  } catch {
+    return; // without a key: the first answer says so
+  }
+  const chosen = by.value;
+  by.replaceChildren(...models.map(({ id }) => element("option", { value: id, selected: id === chosen }, id)));
+  by.parentElement.hidden = models.length < 2;
+});
 
 function add(type) {
   const [instructions, options] = EXAMPLES[type];
@@ -55,7 +70,7 @@ document.getElementById("decide-form").addEventListener("submit", async (event) 
   button.disabled = true;
   const start = performance.now();
   try {
-    const body = { model: await model(), input: document.getElementById("decide-input").value, questions };
+    const body = { model: by.value || (await model()), input: document.getElementById("decide-input").value, questions };
     const reply = await post("/v1/decisions", body);
     const usage = reply.usage;
     const note = `${(performance.now() - start).toFixed(0)} ms · ${usage.input_tokens} input tokens, ${usage.input_tokens_details?.cached_tokens ?? 0} from cache`;

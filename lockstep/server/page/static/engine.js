@@ -31,6 +31,7 @@ function tiles(stats) {
     ["prompt tokens from cache", percent(stats.cache_hit_rate)],
     ["pages in use", `${engine.pages_used} of ${engine.pages_total}`],
     ["pages cached", engine.pages_cached],
+    ...(engine.pages_tail ? [["of these, branches' own", engine.pages_tail]] : []),
     ["steps", engine.steps.toLocaleString("en")],
     ["tokens generated", engine.generated_tokens.toLocaleString("en")],
     ["preemptions", engine.preemptions],
