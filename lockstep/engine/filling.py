@@ -163,9 +163,8 @@ class Filling(Queues):
                 return False
         end = start + count
         if count > 1 or end % size == 0 or start % size == 0:
-            begun = count > 1 and end >= sequence.kept_until
             until = min(end, sequence.shared)
-            self.cache.publish(lease, sequence.tokens, until, draft.journal, tail=begun)
+            self.cache.publish(lease, sequence.tokens, until, draft.journal, tail=count > 1)
         if route is None:
             self._plan_run(sequence, draft, start, end)
             draft.budget -= count

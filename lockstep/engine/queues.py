@@ -156,7 +156,7 @@ class Queues:
 
     def _to_waiting(self, sequence: Sequence) -> None:
         sequence.lease = None
-        sequence.computed = sequence.kept_until = 0
+        sequence.computed = 0
         self._stalled = False
         if self._alone is sequence:
             self._alone = None
