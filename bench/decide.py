@@ -1,6 +1,6 @@
 """Decide, then write, over many rows: in one request, against the ways around it.
 
-    python -m bench.decide [--rows 10000] [--tokens 64] [--new 16] [--rounds 1]
+    python -m bench.decide [--rows 10000] [--tokens 64] [--new 32] [--rounds 1]
     python -m bench.decide --shape qwen3-8b --tokens 512 --new 64       (on a GPU)
 
 Rows are random ids with nothing in common; half of the decisions open the gate (the threshold
@@ -62,6 +62,7 @@ class Way:
     """What one way cost and found. `texts`: of the rows that were to be written."""
 
     seconds: float
+    cpu: float
     rows: int
     generated: int
     steps: int
@@ -145,6 +146,7 @@ def two_passes(engine: Engine, work: Work, limit: float) -> Way:
 def _way(parts: list[Driven], texts: dict[int, tuple[int, ...]]) -> Way:
     return Way(
         sum(part.seconds for part in parts),
+        sum(part.cpu for part in parts),
         sum(part.computed for part in parts),
         sum(part.generated for part in parts),
         sum(part.steps for part in parts),
@@ -206,7 +208,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--tokens", type=int, default=64, help="of a row")
-    parser.add_argument("--new", type=int, default=16, help="tokens of a text")
+    parser.add_argument("--new", type=int, default=32, help="tokens of a text")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--cache-mb", type=int, default=512)
@@ -228,7 +230,10 @@ def main() -> int:
             engine.flush_cache()
             way = WAYS[name](engine, work, limit)
             found[name].append(way)
-            print(f"  round {number + 1} {name:11} {way.seconds:8.2f} s", flush=True)
+            print(
+                f"  round {number + 1} {name:11} {way.seconds:8.2f} s, {way.cpu:8.2f} s CPU",
+                flush=True,
+            )
         first = found["gate"][-1].texts
         assert first == found["two passes"][-1].texts, "two passes decided or wrote otherwise"
         every = found["everything"][-1].texts
@@ -242,13 +247,14 @@ def main() -> int:
         f"medians; matrix products {flops / 1e9:.0f} GFLOP/s; load {os.getloadavg()[0]:.1f} at "
         "the end.",
         "",
-        "| way | s | rows/s | time, gate = 1 | rows computed | tokens written | limit |",
-        "|---|---|---|---|---|---|---|",
+        "| way | s | CPU s | rows/s | time, gate = 1 | rows computed | tokens written | limit |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, ways in found.items():
         seconds = statistics.median(way.seconds for way in ways)
+        cpu = statistics.median(way.cpu for way in ways)
         lines.append(
-            f"| {name} | {seconds:.2f} | {options.rows / seconds:.1f} | {seconds / base:.2f} "
+            f"| {name} | {seconds:.2f} | {cpu:.2f} | {options.rows / seconds:.1f} | {seconds / base:.2f} "
             f"| {ways[0].rows} | {ways[0].generated} | {100 * least / seconds:.0f}% |"
         )
     text = "\n".join(lines)

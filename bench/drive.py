@@ -18,12 +18,13 @@ class Driven:
     """What came of some requests.
 
     Attributes:
-        seconds: from the first submit to the last output.
+        seconds: from the first submit to the last output. cpu: of all threads meanwhile.
         outputs: by request, in their order.
         before, after: the engine's counters around it.
     """
 
     seconds: float = 0.0
+    cpu: float = 0.0
     outputs: dict[str, list[SequenceOutput]] = field(default_factory=dict)
     before: EngineStats = field(default_factory=EngineStats)
     after: EngineStats = field(default_factory=EngineStats)
@@ -51,7 +52,7 @@ def drive(engine: Engine, requests: Iterable[Request], outstanding: int = OUTSTA
     waiting = deque(requests)
     found = Driven(before=engine.stats())
     live: dict[str, int] = {}
-    begin = time.perf_counter()
+    begin, worked = time.perf_counter(), time.process_time()
     while waiting or live:
         while waiting and len(live) < outstanding:
             request = waiting.popleft()
@@ -66,6 +67,6 @@ def drive(engine: Engine, requests: Iterable[Request], outstanding: int = OUTSTA
                 live[out.request] -= 1
                 if not live[out.request]:
                     del live[out.request]
-    found.seconds = time.perf_counter() - begin
+    found.seconds, found.cpu = time.perf_counter() - begin, time.process_time() - worked
     found.after = engine.stats()
     return found
