@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -239,6 +239,9 @@ async def without_unknown(plan: Plan, source: Source) -> Plan:
     return replace(plan, items=tuple(items))
 
 
+Way = Callable[[Sequence[int]], Awaitable[list[tuple[int, Reading]]]]
+
+
 class _Run:
     def __init__(self, plan: Plan, source: Source, progress: Callable[[int, int], None]) -> None:
         self._plan = plan
@@ -256,25 +259,20 @@ class _Run:
         first = await self._together(crowded)
         for place in crowded:
             self._alone[place] = await self._ask(place)
-        cold = self._condition("together, cold", first)
-        conditions = [cold, *[await self._repeated(name, way) for name, way in self._ways(places)]]
-        beside = self._condition("together, beside long prefills", [])
+        conditions = [
+            self._condition("together, cold", first),
+            await self._repeated("alone, warm", places, self._one_by_one),
+            await self._repeated("together, warm", places, self._together),
+        ]
         if self._plan.prefills:
-            await self._beside_prefills(beside, places)
-            conditions.append(beside)
+            conditions.append(await self._beside_prefills(places))
         alone = tuple(self._alone[place] for place in places)
         return Noise(self._plan, alone, tuple(conditions))
 
-    def _ways(self, places: Sequence[int]) -> list[tuple[str, Callable[[], Any]]]:
-        return [
-            ("alone, warm", lambda: self._one_by_one(places)),
-            ("together, warm", lambda: self._together(places)),
-        ]
-
-    async def _repeated(self, name: str, way: Callable[[], Any]) -> Condition:
-        found = self._condition(name, [])
+    async def _repeated(self, name: str, places: Sequence[int], way: Way) -> Condition:
+        found = self._condition(name, ())
         for _ in range(self._plan.repeats):
-            for place, reading in await way():
+            for place, reading in await way(places):
                 found.add(place, self._alone[place], reading)
         return found
 
@@ -298,7 +296,7 @@ class _Run:
 
         return await asyncio.gather(*map(one, self._order.sample(places, len(places))))
 
-    async def _beside_prefills(self, found: Condition, places: Sequence[int]) -> None:
+    async def _beside_prefills(self, places: Sequence[int]) -> Condition:
         answered = Counter[bool]()
 
         async def client(words: random.Random) -> None:
@@ -311,9 +309,8 @@ class _Run:
         seeds = [self._order.random() for _ in range(self._plan.prefills)]
         clients = [asyncio.create_task(client(random.Random(seed))) for seed in seeds]
         try:
-            for _ in range(self._plan.repeats):
-                for place, reading in await self._together(places):
-                    found.add(place, self._alone[place], reading)
+            name = "together, beside long prefills"
+            found = await self._repeated(name, places, self._together)
         finally:
             for task in clients:
                 task.cancel()
@@ -322,6 +319,7 @@ class _Run:
             if isinstance(end, Exception):
                 raise end
         found.prefills = (answered[True], answered[False])
+        return found
 
     def _long(self, words: random.Random) -> ProbeRequest:
         text = " ".join(words.choices(WORDS, k=self._plan.prefill_words))
