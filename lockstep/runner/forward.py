@@ -95,15 +95,12 @@ class ForwardPass:
         What enters a fork is copied here, for the branch's lane and for the activations
         group alike, before any lane's layers may write to it.
         """
-        if segment.kept is not None:
+        if segment.keeps is not None:
+            self._write(segment.keeps, _joined(flow))
+        if segment.kept is not None:  # rows of this very step may be among them
             flow = [*flow, self._read(segment.kept)]
-        joined = flow[0] if len(flow) == 1 else None
-        if joined is None and (
-            segment.keeps is not None or any(lane.gather is not None for lane in segment.lanes)
-        ):
-            joined = torch.cat(flow)
-        if segment.keeps is not None and joined is not None:
-            self._write(segment.keeps, joined)
+        gathers = any(lane.gather is not None for lane in segment.lanes)
+        joined = _joined(flow) if gathers else None
         entered = []
         for lane in segment.lanes:
             if lane.whole is not None:
@@ -133,3 +130,7 @@ class ForwardPass:
         assert stored.rows is not None
         page, token = stored.slots.long()
         self._stored[stored.group][page, token] = hidden.index_select(0, stored.rows)
+
+
+def _joined(flow: Sequence[Tensor]) -> Tensor:
+    return flow[0] if len(flow) == 1 else torch.cat(list(flow))

@@ -291,6 +291,21 @@ def test_keeping_and_twins_in_one_step(small: World) -> None:
     assert decide(small, "context", kept=keeping.pages) == cold
 
 
+def test_activations_are_read_in_the_very_step_that_keeps_them(small: World) -> None:
+    """Pages that an earlier run of a plan fills are as good as those of a step before."""
+    probe = small.probe
+    probe.reset()
+    cold = decide(small, "context")
+    pages = probe.pages(len(CONTEXT))
+    fills = replace(probe.run(CONTEXT, 0, pages, logits=0), keeps=True)
+    for own in pages_of(probe.runner, fills):
+        own.fill_(1)
+    reads = Decision(probe, small.branches["context"], CONTEXT, SUFFIX, kept=pages, sequence=1)
+    (first, last) = reads.steps
+    probe.runner.execute(Plan(0, join((fills,), first)))
+    assert probe.runner.execute(Plan(1, last)).runs[-1] == cold
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_that_follow_the_batch_fail_the_same_test(tmp_path: Path, dtype: torch.dtype) -> None:
     """The control: company changes the split, and so a decision's bits and the trunk's."""
