@@ -254,8 +254,8 @@ def main() -> int:
         seconds = statistics.median(way.seconds for way in ways)
         cpu = statistics.median(way.cpu for way in ways)
         lines.append(
-            f"| {name} | {seconds:.2f} | {cpu:.2f} | {options.rows / seconds:.1f} | {seconds / base:.2f} "
-            f"| {ways[0].rows} | {ways[0].generated} | {100 * least / seconds:.0f}% |"
+            f"| {name} | {seconds:.2f} | {cpu:.2f} | {options.rows / seconds:.1f} "
+            f"| {seconds / base:.2f} | {ways[0].rows} | {ways[0].generated} | {100 * least / seconds:.0f}% |"
         )
     text = "\n".join(lines)
     print("\n" + text)
