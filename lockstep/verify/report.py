@@ -150,6 +150,8 @@ def steps_plot(series: Mapping[str, Sequence[float]], label: str, *, log: bool =
 
     With `log`, values of 0 stand at the left edge.
     """
+    from matplotlib.ticker import MaxNLocator
+
     colours = (GREY, BLUE, RED, INK)
     positive = [value for values in series.values() for value in values if value > 0]
     floor = min(positive, default=1e-6) / 3
@@ -162,6 +164,7 @@ def steps_plot(series: Mapping[str, Sequence[float]], label: str, *, log: bool =
         if log:
             axes.set_xscale("log")
         axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel(label)
         axes.set_ylabel("requests, cumulated")
         axes.legend(frameon=False)
