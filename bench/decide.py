@@ -255,7 +255,8 @@ def main() -> int:
         cpu = statistics.median(way.cpu for way in ways)
         lines.append(
             f"| {name} | {seconds:.2f} | {cpu:.2f} | {options.rows / seconds:.1f} "
-            f"| {seconds / base:.2f} | {ways[0].rows} | {ways[0].generated} | {100 * least / seconds:.0f}% |"
+            f"| {seconds / base:.2f} | {ways[0].rows} | {ways[0].generated} "
+            f"| {100 * least / seconds:.0f}% |"
         )
     text = "\n".join(lines)
     print("\n" + text)
