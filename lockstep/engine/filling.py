@@ -291,21 +291,29 @@ class Filling(Queues):
         return _Admission.STARTED
 
     def _lookup(self, sequence: Sequence) -> Match:
-        """What of the sequence's prefix is there. A decision may turn to its early way here."""
-        route = sequence.route
+        """What of the sequence's prefix is there. Which way a decision takes is settled here."""
+        route = sequence.route if sequence.gate is None else sequence.gate.route
         if route is None or not route.tails:
             return self._match(sequence, sequence.wants)
+        sequence.route, sequence.wants = route, route.wants
         match = self._match(sequence, route.wants, route.lagging)
         if route.lagging:  # unless the tail reaches further than activations
             there = self._match(sequence, _without_activations(route))
             if there.length - match.length >= self.cache.page_tokens:
                 match = there
-        if route.early is None or match.length + self.cache.page_tokens > route.begins:
+        if route.early is None:
             return match
-        if self._match(sequence, self.cache.wants(self.layers)).length < route.begins - 1:
+        # Layers to go through until the branch has read the context and the trunk has it too.
+        depth, context = self.layers[1], sequence.reusable_limit
+        twice = (context - match.length) * (depth + route.exit - route.fork)
+        known = self._match(sequence, self.cache.wants(self.layers)).length
+        if (context - known) * depth >= twice:
+            return match
+        alone = self._match(sequence, route.early.wants)
+        if (context - alone.length) * route.exit + (context - known) * depth >= twice:
             return match
         sequence.route, sequence.wants = route.early, route.early.wants
-        return self._match(sequence, sequence.wants)
+        return alone
 
     def _match(
         self, sequence: Sequence, wants: tuple[Want, ...], lagging: tuple[Want, ...] = ()

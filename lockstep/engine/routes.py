@@ -38,7 +38,7 @@ class Route:
         wants: groups in which it needs pages.
         lagging: groups whose pages it can make from the activations that are among `wants`.
         early: a way that goes no further than the exit, for a context of which the trunk has
-            everything already.
+            most already.
     """
 
     key: str
@@ -73,9 +73,9 @@ def plan_route(
     """
     context = branch.adapt == "context"
     early = None
-    if context and options.depth == "full" and not (full or options.keep_activations):
-        early = plan_route(branch, begins, cache, layers, BranchOptions(depth="exit"))
     full = full or options.depth == "full"
+    if context and full and not options.keep_activations:
+        early = plan_route(branch, begins, cache, layers, BranchOptions(depth="exit"))
     leaves = branch.fork if context else branch.exit  # the trunk, at the earliest
     reach = layers if full else (layers[0], leaves)
     below = frozenset(want.group for want in cache.wants((layers[0], leaves)))

@@ -308,14 +308,14 @@ class Scheduler(Filling):
         alike, and what is behind that is no one else's."""
         lease, before, same = sequence.lease, sequence.tokens, sequence.computed
         assert lease is not None
-        if sequence.route is not None:
-            same = min(same, sequence.shared)
+        route, shared = sequence.route, sequence.shared
+        if route is not None:
+            same = 0 if route.trunk is None else min(same, shared)
         wants = self.cache.wants(self.layers)
         sequence.become(request, wants, max_len, grammar)
-        shared = sequence.shared
         alike = shared + common_prefix(before[shared:], sequence.tokens[shared:])
         same = min(same, alike, sequence.needed_from)
-        if same < shared:  # it has to report rows of what is shared
+        if same < max(shared, 1):  # rows of what is shared are to be reported, or not there
             self.cache.close(lease, before, shared)
             self._to_waiting(sequence)
             return

@@ -138,17 +138,18 @@ def test_b05_a_decision_after_a_chat_costs_its_question(tmp_path: Path) -> None:
     assert spent(target, request("on", [*chat, 5], 1)) == LAYERS
 
 
-def test_where_the_trunk_has_all_of_a_context_its_rows_end_at_the_exit(tmp_path: Path) -> None:
+def test_where_the_trunk_has_most_of_a_context_its_rows_end_at_the_exit(tmp_path: Path) -> None:
     target = judged(tmp_path, "context")
     target.submit(request("chat", CONTEXT, 30))
     answer = tokens(drain(target)[("chat", 0)])
-    # Of the chat the last id that was drawn is not computed yet.
-    for length, per_row in ((529, EXIT), (500, EXIT), (530, EXIT), (700, LAYERS + EXIT - FORK)):
-        chat = [*CONTEXT, *answer, *range(200)][:length]
-        asked = ask("d", chat, QUESTION, "context")
+    chat = [*CONTEXT, *answer, *range(1000)]
+    # As long as that is less than to go through all layers once and through some twice.
+    for length, per_row in ((529, EXIT), (500, EXIT), (530, EXIT), (700, EXIT), (1450, 10)):
+        asked = ask("d", chat[:length], QUESTION, "context")
         assert spent(target, asked) == length * per_row + len(QUESTION) * EXIT
         assert target.stats().pages_tail == 0
-    assert spent(target, request("on", [*CONTEXT, *answer, *range(170), 5], 1)) == LAYERS
+        if length == 530:  # and the chat goes on from where it was, by the whole page
+            assert spent(target, request("on", [*chat[:530], 5], 1)) == 3 * LAYERS
 
 
 @pytest.mark.parametrize("adapt", ["suffix", "context"])

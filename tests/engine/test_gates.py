@@ -187,6 +187,30 @@ def test_the_context_is_computed_once(
     assert target.stats().computed_layers == cost
 
 
+@pytest.mark.parametrize("keep_tails", [False, True])
+def test_a_gate_in_every_turn_of_a_chat(tmp_path: Path, keep_tails: bool) -> None:
+    """A context branch reads earlier turns up to its exit, or not at all where its tail stays;
+    the trunk reads them once."""
+    target = judged(tmp_path, "context", keep_tails=keep_tails)
+    chat: list[int] = []
+    for turn in range(4):
+        chat += [(31 * turn + i) % 400 for i in range(100)]
+        known = len(chat) - 100
+        before = target.stats().computed_layers
+        target.submit(gated(f"r{turn}", chat, by_branch("context"), 10))
+        outputs = drain(target)[(f"r{turn}", 0)]
+        assert outcome_of(outputs).chosen == winner(target, chat, "context")
+        assert tokens(outputs) == expected_tokens([*chat, *HEADER], 10, 1000)
+        cost = target.stats().computed_layers - before
+        cost -= len(QUESTION) * EXIT + (len(HEADER) + 9) * LAYERS
+        fresh = 113 + 16  # the question, the answer before it, and of the page they begin in
+        if keep_tails or not known:
+            assert cost <= fresh * (LAYERS + EXIT - FORK)
+        else:
+            assert cost <= len(chat) * EXIT + fresh * LAYERS
+        chat += [*HEADER, *tokens(outputs)]
+
+
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("adapt", ["suffix", "context"])
 @pytest.mark.parametrize("seed", range(4))
