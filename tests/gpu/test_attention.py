@@ -131,6 +131,37 @@ def test_tiles_and_splits(
                     assert same_bits(out, expected), (lines, warps, stages, split, bulk)
 
 
+@pytest.mark.parametrize("shape", [(32, 8, 128), (6, 2, 128), (16, 1, 128), (1, 1, 128)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_few_rows_at_once(gpu: Backend, shape: tuple[int, int, int], rows: int) -> None:
+    """A segment's blocks side by side, at every edge; runs of no rows among the others."""
+    from lockstep.kernels.cuda import decode
+    from lockstep.kernels.cuda.attention import attention
+
+    if rows > 16 // (shape[0] // shape[1]):
+        pytest.skip("more rows than a tile holds")
+    edges = (1, 2, 63, 64, 65, 500, 511, 512, 513, 577, 1023, 1024, 1025, 1300, 1536, 3000)
+    group = group_of(gpu, (3000,) * 4, shape, dtype=torch.bfloat16, page_tokens=64)
+    for i in range(4):
+        group.whole(i)
+    taken = 0
+    for begin in range(0, len(edges), 4):
+        ends = [max(rows, end) for end in edges[begin : begin + 4]]
+        batch = group.batch([(i, end - rows, end) for i, end in enumerate(ends)])
+        q = torch.randn(4 * rows, shape[0], shape[2], device="cuda").bfloat16()
+        expected = attention(q, group.kv, batch, group.scale, None, split=False)
+        segments = -(-max(ends) // 512)
+        taken += decode.suits(q, group.kv, batch, 4 * shape[1], segments, 16)
+        for _ in range(2):  # counters must be left as they were found
+            assert same_bits(gpu.attention(q, group.kv, batch, group.scale), expected), ends
+        starts = batch.query_start.clone()
+        starts[2:] = starts[1]  # the second run and those behind it have no rows
+        some = replace(batch, query_start=starts)
+        out = gpu.attention(q[:rows].contiguous(), group.kv, some, group.scale)
+        assert same_bits(out, expected[:rows]), ends
+    assert taken
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_segments_read_once_for_several_runs(

@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels import tree
 from lockstep.kernels.contract import AttentionBatch, KVLayer
+from lockstep.kernels.cuda import decode
 from lockstep.kernels.cuda.common import (
     MOST_ARRIVALS,
     ahead,
@@ -24,6 +25,7 @@ from lockstep.kernels.cuda.common import (
     begin,
     chain,
     chained,
+    lines_of,
     multiprocessors,
     power_of_two,
     product,
@@ -368,16 +370,6 @@ def _bulk_allowed(kv: KVLayer, block: int) -> bool:
     return aligned and kv.page_tokens % block == 0 and kv.v.stride(0) % size == 0
 
 
-def _lines_of(cache: Tensor, block: int) -> TensorDescriptor:
-    """A layer's keys or values as lines [.., E], `page stride / E` of them a page."""
-    pages, _, _, size = cache.shape
-    stride = cache.stride(0)
-    used = cache.shape[1] * cache.shape[2]
-    lines = (pages - 1) * (stride // size) + used
-    view = cache.as_strided((lines, size), (size, 1))
-    return TensorDescriptor.from_tensor(view, [block, size])
-
-
 def _parts(tiles: int, segments: int, device: torch.device) -> int:
     """Programs that share a tile's segments: enough to fill the device."""
     return min(segments, -(-_PROGRAMS * multiprocessors(device) // tiles))
@@ -394,10 +386,11 @@ def attention(
     split: bool | None = None,
     parts: int | None = None,
     warps: int | None = None,
-    stages: int = 2,
+    stages: int | None = None,
     bulk: bool | None = None,
 ) -> Tensor:
     """See `Backend.attention`; what follows the star is for tests and tuning."""
+    free = (lines, split, parts, warps, stages, bulk) == (None,) * 6
     rows, q_heads, size = q.shape
     kv_heads = kv.v.shape[1]
     group = q_heads // kv_heads
@@ -422,16 +415,24 @@ def attention(
     scratch_lines = scratch_lines if split else 0
     scratch = torch.empty(scratch_lines * (size + 2), dtype=torch.float32, device=q.device)
     partials = scratch.split((scratch_lines * size, scratch_lines, scratch_lines))
+    block = tree.BLOCK["cuda"][size]
+    if bulk is None:
+        bulk = _bulk_allowed(kv, block)
+    plain = free and split and bulk and window is None
+    if plain and decode.suits(q, kv, batch, tiles, segments, lines):
+        decode.launch(q, kv, batch, out, partials, scale * _LOG2E, segments)
+        return out
     if not split:
         parts = 1
     elif parts is None:
         parts = _parts(tiles, segments, q.device)
     if warps is None:
         warps = _warps(lines, size, q.dtype, parts)
-    block = tree.BLOCK["cuda"][size]
-    if bulk is None:
-        bulk = _bulk_allowed(kv, block)
-    keys, values = (_lines_of(t, block) for t in (kv.k, kv.v)) if bulk else (kv.k, kv.v)
+    keys, values = kv.k, kv.v
+    if bulk:
+        keys, values = (
+            TensorDescriptor.from_tensor(lines_of(t), [block, size]) for t in (kv.k, kv.v)
+        )
     options = {
         "BULK": bulk,
         "SEGMENT": tree.SEGMENT,
@@ -440,7 +441,7 @@ def attention(
         "SIZE": size,
         "KV_HEADS": kv_heads,
         "GROUP": group,
-        "num_stages": stages,
+        "num_stages": stages or _stages(lines, size, tiles, parts, bulk, q),
         **chained(q.device, rows),
     }
     shared = batch.shared if split else None
@@ -463,6 +464,12 @@ def attention(
         SPLIT=split, COMMON=shared is not None, num_warps=warps, **options,
     )  # fmt: skip
     return out
+
+
+def _stages(lines: int, size: int, tiles: int, parts: int, bulk: bool, q: Tensor) -> int:
+    """Blocks under way in a program: many where there is room for one or two programs each."""
+    few = 1 < parts and tiles * parts <= 2 * multiprocessors(q.device)
+    return 6 if few and bulk and lines * size <= 16 * 128 and q.dtype != torch.float32 else 2
 
 
 def _warps(lines: int, size: int, dtype: torch.dtype, parts: int) -> int:

@@ -45,6 +45,15 @@ def ahead(device: torch.device) -> int:
     return int(device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
+def lines_of(cache: torch.Tensor) -> torch.Tensor:
+    """A layer's keys or values [pages, heads, tokens, E] as lines [.., E], `page stride / E` of
+    them a page."""
+    pages, heads, tokens, size = cache.shape
+    stride = cache.stride(0)
+    lines = (pages - 1) * (stride // size) + heads * tokens
+    return cache.as_strided((lines, size), (size, 1))
+
+
 @lru_cache(maxsize=8)
 def arrivals(device: torch.device) -> torch.Tensor:
     """Zeroed int32 counters of programs that share a piece of work, so that the last to
