@@ -5,7 +5,7 @@
 Candidates compile in parallel processes first (Triton keeps them on disk), then are
 timed one after the other in this one. A candidate whose result differs by a bit from
 the default tile's is reported and never chosen. `--write` rewrites
-lockstep/kernels/cuda/tables.py.
+lockstep/kernels/cuda/tables.py. Products that are streamed (`stream.py`) have no tile.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.gpu_kernels import HEAD, WEIGHTS, copies_of, graph_of, time_graphs
 from lockstep.kernels.cuda import linear as ops
-from lockstep.kernels.cuda import make_backend
+from lockstep.kernels.cuda import make_backend, stream
+from lockstep.kernels.cuda.common import multiprocessors
 from lockstep.kernels.cuda.tables import TILES
 from lockstep.kernels.cuda.tuning import BUCKETS, Tile, default_tile
 
 ALL = {**WEIGHTS, "head": (*HEAD, False)}
 # Rows that stand for a bucket.
-ROWS = {16: 1, 32: 32, 64: 64, 128: 128, 256: 256, 512: 512, BUCKETS[-1]: 4096}
+ROWS = {16: 1, 512: 512, BUCKETS[-1]: 4096}
 SHARED_BYTES = 227 << 10
 
 
@@ -45,25 +46,6 @@ def candidates(limit: int, gated: bool) -> Iterator[Tile]:
         add((16,), (16, 32, 64), (128, 256), (4,), (4, 6), (False,))
         add((16,), (16, 32, 64), (128, 256), (4,), (4,), (True,))
         add((16,), (16, 32), (256, 512), (4, 8), (3,), (False, True))
-    elif limit <= 32:
-        add((32,), (32, 64), (128,), (4,), (3, 5), (False, True))
-        add((16,), (64,), (128,), (4,), (4,), (False,))
-    elif limit <= 64:
-        add((64,), (32, 64, 128), (64, 128), (4,), (3, 4), (False,))
-        add((64,), (64, 128), (64, 128), (4,), (4,), (True,))
-        add((64,), (32,), (128, 256), (4,), (4,), (True,))
-    elif limit <= 256:
-        add((64, 128), (64, 128), (64,), (4,), (3, 5), (False,))
-        add((64, 128), (64, 128), (64,), (4,), (4,), (True,))
-        add((128,), (128,), (64,), (8,), (4,), (False, True))
-        add((128,), (64,), (128,), (4,), (3,), (False, True))
-        add((64, 128), (64, 128), (128,), (4, 8), (3,), (True,))
-        add((64,), (256,), (64,), (4,), (4,), (True,))
-        add((64, 128), (32,), (128,), (4,), (4,), (False, True))
-        add((64,), (64,), (128,), (4,), (4,), (False, True))
-        add((256,), (64,), (64,), (8,), (4,), (False, True))
-        add((256,), (32,), (64, 128), (8,), (3,), (False, True))
-        add((128,), (256,), (64,), (8,), (4,), (True,))
     else:
         add((128,), (128, 256), (64,), (8,), (3, 4), (True,))
     for m, n, k, warps, stages, bulk in grid:
@@ -71,6 +53,12 @@ def candidates(limit: int, gated: bool) -> Iterator[Tile]:
         fits = (m + both * n) * k * 2 * (stages - 1) <= SHARED_BYTES - 16384
         if fits and m * n * both <= 128 * 256:
             yield Tile(m, n, k, warps, stages, bulk)
+
+
+def streamed(name: str, rows: int) -> bool:
+    n, k, gated = ALL[name]
+    programs = multiprocessors(torch.device("cuda"))
+    return stream.choose(rows, 2 * n if gated else n, k, programs) is not None
 
 
 def run(name: str, x: torch.Tensor, weight: object, tile: Tile | None) -> torch.Tensor:
@@ -155,7 +143,12 @@ def main() -> None:
     given = parser.parse_args()
     names = given.only.split(",")
     limits = [int(limit) for limit in given.rows.split(",")]
-    pairs = [(name, limit) for name in names for limit in limits if name != "head" or limit <= 256]
+    pairs = [
+        (name, limit)
+        for name in names
+        for limit in limits
+        if not streamed(name, ROWS[limit]) and (name != "head" or limit <= 256)
+    ]
     jobs = [
         (name, ROWS[limit], tile)
         for name, limit in pairs

@@ -4,6 +4,8 @@ Where does my class go?
 - `common.py`: the summation tree and the elementwise functions that every kernel calls.
 - `linear.py`, `norm.py`, `rope.py`, `attention.py`, `sampling.py`, `pages.py`: kernels and
   their launches, one family each. `backend.py` ties them to the contract.
+- `stream.py`, `decode.py`: products and attention of few rows in Gluon, which says who copies
+  what and when; the same trees, on Hopper and later.
 - `tuning.py`: tile shapes by weight and number of rows; `tables.py`: the measured ones
   (written by `bench/gpu_tune.py`). Neither moves a bit.
 """

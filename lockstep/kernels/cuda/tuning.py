@@ -1,7 +1,7 @@
 """Which tile computes a product: by weight shape and number of rows. No bit depends on it.
 
-The measured table is `tables.py`, written by `bench/gpu_tune.py`; shapes that it
-does not know take the defaults below.
+For what `stream.py` leaves. The measured table is `tables.py`, written by
+`bench/gpu_tune.py`; shapes that it does not know take the defaults below.
 """
 
 from __future__ import annotations
