@@ -67,6 +67,15 @@ def decide(
             rich_help_panel=_SOURCE,
         ),
     ] = None,
+    gate_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--gate",
+            help="A file with a request's gate as JSON, in place of the options above.",
+            exists=True,
+            rich_help_panel=_SOURCE,
+        ),
+    ] = None,
     template: Annotated[
         str,
         typer.Option(help="The prompt; {name} is the row's field.", rich_help_panel=_ROWS),
@@ -102,16 +111,27 @@ def decide(
     """Decide about every row, then write where the decision is to continue. One prefill a row.
 
     The decision comes from what follows a forced --prefix, from a --question, or from a
-    --branch. Rows of the output stand in the input's order. Stopped at any moment, the same
-    command goes on where it was. Ends with status 1 when rows hold errors.
+    --branch; --gate says the same as a request to a server would. Rows of the output stand in
+    the input's order. Stopped at any moment, the same command goes on where it was. Ends with
+    status 1 when rows hold errors.
     """
     from rich.console import Console
 
     from lockstep.async_llm import AsyncLLM
     from lockstep.decide_rows import Rows
+    from lockstep.decisions import GateSpec
     from lockstep.types import SamplingParams
 
-    gate, folders = _gate(continue_if, prefix, choices, branch, question, threshold)
+    name, folders = _branch(branch)
+    if gate_file is None:
+        gate = _gate(continue_if, prefix, choices, question, threshold)
+        if name:
+            gate["branch"] = name
+    elif continue_if or prefix is not None or choices or question or threshold:
+        raise typer.BadParameter("it says all that is to be decided", param_hint="--gate")
+    else:
+        gate = _gate_of(gate_file)
+    GateSpec(**gate)  # refused before a model is loaded
     given = options.given(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -150,12 +170,11 @@ def _gate(
     continue_if: list[str] | None,
     prefix: str | None,
     choices: str,
-    branch: str,
     question: str,
     threshold: list[str] | None,
-) -> tuple[GateArguments, dict[str, str]]:
-    """The gate that the options describe, and the branches that it needs."""
-    from lockstep.decisions import Choice, GateSpec, Predicate
+) -> GateArguments:
+    """The gate that the options describe, but for its branch."""
+    from lockstep.decisions import Choice, Predicate
 
     names = _names("--options", choices) if choices else []
     wins = [name for given in continue_if or () for name in _names("--continue-if", given)]
@@ -164,12 +183,6 @@ def _gate(
         gate["question"] = Choice(question, names) if names else Predicate(question)
     else:
         gate["options"] = names
-    folders = {}
-    if branch:
-        name, equals, folder = branch.partition("=")
-        if not (name and equals and folder):
-            raise typer.BadParameter(f"must be NAME=PATH, got {branch!r}", param_hint="--branch")
-        gate["branch"], folders[name] = name, folder
     limits = {}
     for one in threshold or ():
         option, _, value = one.rpartition("=")
@@ -180,8 +193,40 @@ def _gate(
                 f"must be OPTION=PROBABILITY, got {one!r}", param_hint="--threshold"
             ) from None
     gate["threshold"] = limits
-    GateSpec(**gate)  # refused before a model is loaded
-    return gate, folders
+    return gate
+
+
+def _gate_of(file: Path) -> GateArguments:
+    """The gate of a request's body."""
+    options.require_server()
+    from pydantic import ValidationError
+
+    from lockstep.server.protocol.gate import GateBody
+
+    try:
+        spec = GateBody.model_validate_json(file.read_bytes()).spec()
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise typer.BadParameter(f"{file}: {where}: {first['msg']}", param_hint="--gate") from None
+    return {
+        "continue_if": spec.continue_if,
+        "question": spec.question,
+        "branch": spec.branch,
+        "prefix": spec.prefix,
+        "options": spec.options,
+        "threshold": spec.threshold,
+    }
+
+
+def _branch(given: str) -> tuple[str, dict[str, str]]:
+    """Name of the branch that decides, and the folder that it is loaded from."""
+    if not given:
+        return "", {}
+    name, equals, folder = given.partition("=")
+    if not (name and equals and folder):
+        raise typer.BadParameter(f"must be NAME=PATH, got {given!r}", param_hint="--branch")
+    return name, {name: folder}
 
 
 def _names(option: str, given: str) -> list[str]:

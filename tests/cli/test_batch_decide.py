@@ -94,8 +94,11 @@ def test_a_question_and_a_threshold_that_closes(tmp_path: Path) -> None:
     source.write_text(
         '{"text": "Ships float."}\n{"messages": [{"role": "user", "content": "x"}]}\n'
     )
-    asked = ["--question", "Ships?", "--continue-if", "true", "--threshold", "false=0.0"]
-    done = finished([*COMMAND, str(source), "-o", str(out), *asked, *ENGINE, "--system", "Hi."])
+    question = {"type": "predicate", "instructions": "Ships?"}
+    gate = {"question": question, "continue_if": [True], "threshold": {"false": 0.0}}
+    (tmp_path / "gate.json").write_text(json.dumps(gate))
+    asked = ["--gate", str(tmp_path / "gate.json"), "--system", "Hi."]
+    done = finished([*COMMAND, str(source), "-o", str(out), *asked, *ENGINE])
     assert done.returncode == 0, done.stderr
     for row in results(out):
         assert (row["decision"], row["text"], row["finish_reason"]) == (False, "", "gate")
@@ -109,6 +112,8 @@ def test_what_no_row_could_be_served_with_is_refused_before_a_model_is_loaded(
 ) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"text": "x"}\n')
+    gate = tmp_path / "gate.json"
+    gate.write_text('{"continue_if": "a", "prefix": "x"}')
     for more, complaint in (
         (["--prefix", "x", "--options", "a,b"], "continue_if"),
         (["--continue-if", "a"], "question, a branch or a prefix"),
@@ -116,11 +121,14 @@ def test_what_no_row_could_be_served_with_is_refused_before_a_model_is_loaded(
         (["--continue-if", "a", "--branch", "judge"], "NAME=PATH"),
         ([*DECISION, "--threshold", "skip"], "OPTION=PROBABILITY"),
         ([*DECISION, "--options", '["a", 1]'], "list of strings"),
+        ([*DECISION, "--gate", str(gate)], "all that is to be decided"),
+        (["--gate", str(gate)], "continue_if: Input should be a valid"),
     ):
         done = CliRunner().invoke(app, ["batch", "decide", str(source), "-o", str(out), *more])
         assert done.exit_code != 0, more
-        assert complaint in f"{done.exception} {done.stderr}", done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+        said = " ".join(f"{done.exception} {done.stderr}".replace("│", " ").split())
+        assert complaint in said, said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gate.json", "in.jsonl"]
 
 
 def test_an_option_that_is_not_there_is_refused_before_any_row(tmp_path: Path) -> None:
