@@ -70,3 +70,14 @@ def write_model(folder: Path, change: Change = unchanged) -> str:
     settings = {"chat_template": checkpoint.chat_template, "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return str(folder)
+
+
+def chained(*changes: Change) -> Change:
+    """One after another."""
+
+    def change(name: str, weight: Tensor) -> Tensor:
+        for each in changes:
+            weight = each(name, weight)
+        return weight
+
+    return change

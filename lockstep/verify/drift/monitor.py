@@ -2,8 +2,10 @@
 
 Streams and their share of the false-alarm rate: the kinds of statistics together 40%, the single
 probes 30%, replicas 30% (the r-th one that is seen gets 1/(r (r + 1)) of that, so that they need
-not be known beforehand). Rounds that cannot be read bet nothing: they are a state of their own,
-with a test of their own.
+not be known beforehand). A replica's null hypothesis is that it answers as all of them did in the
+baseline; its bets are the mean of what its answers' own probes would have gained, which takes it
+that the noise of one probe tells nothing about that of another. Rounds that cannot be read bet
+nothing: they are a state of their own, with a test of their own.
 """
 
 from __future__ import annotations

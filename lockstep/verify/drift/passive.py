@@ -142,6 +142,7 @@ class PassiveMonitor:
         self.replicas: dict[str, Replica] = {}  # none: servers are named by their streams
         self.routing = Routing()
         self._last = (0, 0)
+        self._known: set[str] = set()  # servers whose page was read before
 
     def observe(self, pages: Mapping[str, str | None]) -> Status:
         """Take a page of each server; None stands for one that could not be read."""
@@ -152,18 +153,24 @@ class PassiveMonitor:
             if not counts:
                 unread += 1
             for name, count in counts.items():
-                self._take(f"{server} {name}" if len(pages) > 1 else name, count)
+                whole = f"{server} {name}" if len(pages) > 1 else name
+                self._take(whole, count, new=server in self._known)
+            if counts:
+                self._known.add(server)
         self._last = (unread, len(pages))
         self.unread_total += unread
         return self.status()
 
-    def _take(self, name: str, count: Count) -> None:
+    def _take(self, name: str, count: Count, *, new: bool) -> None:
+        """Take a rate's counters; those that are `new` on a known page began at zero."""
         rate = self.rates.get(name)
         if rate is None:
             if len(self.rates) == MOST_RATES:
                 return
             rank = len(self.rates) + 1
             rate = self.rates[name] = Rate(self.alpha / (rank * (rank + 1)), self.learn)
+            if new:
+                rate.last = Count(0.0, 0.0)
         self.answered += int(rate.observe(count))
         if rate.changed and name not in self.alarms:
             e_value = math.exp(min(700.0, rate.wealth.log_value))
@@ -210,6 +217,7 @@ class PassiveMonitor:
                 "answered": self.answered,
                 "unread": self.unread_total,
                 "last": list(self._last),
+                "servers": sorted(self._known),
                 "rates": {name: rate.to_json() for name, rate in self.rates.items()},
                 "alarms": [asdict(alarm) for alarm in self.alarms.values()],
             },
@@ -228,6 +236,7 @@ class PassiveMonitor:
             self.rounds, self.answered = int(body["rounds"]), int(body["answered"])
             self.unread_total = int(body["unread"])
             self._last = (int(body["last"][0]), int(body["last"][1]))
+            self._known = set(body["servers"])
             self.rates = {n: Rate.from_json(r, self.learn) for n, r in body["rates"].items()}
             self.alarms = {one["stream"]: Alarm(**one) for one in body["alarms"]}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
