@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config import CacheConfig, ConfigError, EngineConfig, ModelOptions, SchedulerConfig
 from lockstep.types import (
     FinishReason,
+    Gate,
+    GateProbe,
     LockstepError,
     Request,
     SamplingParams,
@@ -39,7 +41,8 @@ Answers = dict[str, Answer]
 
 
 def probes(vocabulary: int) -> list[Request]:
-    """The requests whose bits are watched: greedy, drawn, filtered, penalised, several, long."""
+    """The requests whose bits are watched: greedy, drawn, filtered, penalised with two choices,
+    long, and one that decides before it writes."""
     source = random.Random(3)
     ways: tuple[tuple[str, int, dict[str, Any]], ...] = (
         ("greedy", 23, {"temperature": 0.0, "prompt_logprobs": 2}),
@@ -48,10 +51,25 @@ def probes(vocabulary: int) -> list[Request]:
         ("penalised", 18, {"temperature": 1.2, "seed": 7, "repetition_penalty": 1.3, "n": 2}),
         ("long", LONG, {"temperature": 0.0}),
     )
-    return [
+    asked = [
         _request(name, source, vocabulary, length, ANSWER, logprobs=3, **params)
         for name, length, params in ways
     ]
+    gated = _request("gated", source, vocabulary, 29, ANSWER, temperature=0.0, logprobs=3)
+    return [*asked, replace(gated, gate=_gate(source, vocabulary))]
+
+
+def _gate(source: random.Random, vocabulary: int) -> Gate:
+    """One of two tokens behind a question, by the model's own head; writing follows either."""
+    suffix = tuple(source.randrange(vocabulary) for _ in range(4))
+    first, second = source.sample(range(vocabulary), 2)
+    return Gate(
+        branch="",
+        probes=(GateProbe(suffix, wanted=(first, second)),),
+        sequences=((first,), (second,)),
+        headers=(suffix, suffix[:2]),
+        thresholds=(None, None),
+    )
 
 
 def strangers(vocabulary: int, count: int, longest: int = 24) -> list[Request]:
@@ -154,6 +172,10 @@ def _packed(outputs: Sequence[SequenceOutput]) -> Answer:
         entries += [entry for entry in output.prompt_logprobs or () if entry is not None]
     values = [value for e in entries for value in (e.logprob, *(v for _, v in e.top))]
     named = [number for e in entries for number in (e.token, e.rank, *(t for t, _ in e.top))]
+    for output in outputs:
+        if output.gate is not None:
+            named.append(output.gate.chosen)
+            values += [*output.gate.logprobs, *output.gate.probabilities, output.gate.mass]
     tokens = tuple(token for output in outputs for token in output.tokens)
     return tokens, tuple(named), struct.pack(f"<{len(values)}d", *values)
 

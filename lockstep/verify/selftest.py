@@ -232,7 +232,7 @@ def compared(point: str, expected: Answers, found: Answers, more: str = "") -> O
     values = sum(len(bits) // 8 for _, _, bits in expected.values())
     if not differ:
         return Outcome(
-            point, True, f"{len(expected)} answers, {values} logprobs equal to the bit{more}"
+            point, True, f"{len(expected)} answers, {values} numbers equal to the bit{more}"
         )
     same = [key for key in differ if key in found and found[key][:2] == expected[key][:2]]
     gaps = [gap for key in same for gap in _gaps(expected[key][2], found[key][2])]

@@ -61,7 +61,7 @@ def test_every_point_holds_on_a_small_model(model: str, dtype: str) -> None:
 def test_what_cannot_be_examined_is_said_and_fails_nothing(tmp_path: Path, backend: Any) -> None:
     """A short context, and a backend that promises nothing about threads. The vocabulary is odd,
     and a penalised request with two choices has two rows in a step."""
-    save(build_oracle("gemma3", max_position_embeddings=64), tmp_path)
+    save(build_oracle("llama", max_position_embeddings=64, num_hidden_layers=1), tmp_path)
     found = list(self_test(ModelOptions(str(tmp_path), threads=1, backend=backend)))
     skipped = [one.point for one in found if one.passed is None]
     assert skipped[0] == "preempted and begun again in a small pool"
