@@ -132,7 +132,10 @@ def _expand_kernel(
     at = rows.to(tl.int64)[:, None] * ALL + stored[None, :]
     acc = tl.load(sums + at, mask=inside, other=0.0)
     adapters = tl.load(index + rows, mask=rows < M, other=-1)
-    for place in range(places):
+    # Rows of one adapter stand together, so few adapters meet in a tile.
+    last = tl.max(adapters, axis=0)
+    first = tl.min(tl.where(adapters < 0, last + 1, adapters), axis=0)
+    for place in range(first * PAIRS, min((last + 1) * PAIRS, places)):
         entry = table + place * FIELDS
         begin = tl.load(entry)
         mine = adapters == place // PAIRS
