@@ -121,23 +121,23 @@ def watch(
             if passive:
                 path = state or Path("passive-state.json")
                 counters = _counters(alpha, learn, path)
-                if key:
-                    client.headers["Authorization"] = f"Bearer {key}"
-                reading = PassiveWatch(
-                    [url, *(also or [])],
-                    client,
-                    counters,
-                    interval,
-                    path,
-                    publish(counters),
-                    lambda status, failure: _say_counters(status, counters, failure),
-                )
-                return await reading.run(rounds)
+                # A client of its own: the webhook must not see the server's key.
+                headers = {"Authorization": f"Bearer {key}"} if key else {}
+                async with httpx.AsyncClient(headers=headers, timeout=30.0) as scraper:
+                    reading = PassiveWatch(
+                        [url, *(also or [])],
+                        scraper,
+                        counters,
+                        interval,
+                        path,
+                        publish(counters),
+                        lambda status, failure: _say_counters(status, counters, failure),
+                    )
+                    return await reading.run(rounds)
             transport = ReplicaTransport(headers=[replica_header] if replica_header else HEADERS)
             async with Endpoint(
                 url, model, key, timeout, connections=concurrency, transport=transport
             ) as endpoint:
-                await endpoint.model()
                 known = await _baseline(endpoint, baseline, baseline_rounds, concurrency)
                 path = state or baseline.with_suffix(".state.json")
                 monitor = Monitor(default_probes(), known, alpha=alpha, exact=exact)
@@ -171,6 +171,7 @@ async def _baseline(endpoint: Endpoint, path: Path, count: int, concurrency: int
     probes = default_probes()
     if path.exists():
         return Baseline.load(path, probes)
+    await endpoint.model()  # a server that is not there has no good day
     with progress_bar(wanted(None), "baseline", 1.0) as advance:
         known = await take_baseline(
             rounds(endpoint, probes, concurrency),

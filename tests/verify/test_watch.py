@@ -353,4 +353,6 @@ def test_the_command_makes_a_baseline_and_tells_states_apart(tmp_path: Path) -> 
         result = watch(url, "--state", str(tmp_path / "other.json"))
         assert result.exit_code == 3, result.output
         assert "30 of 30 answers unreadable" in result.output
+    gone = watch(url, "--state", str(tmp_path / "other.json"))
+    assert gone.exit_code == 3, gone.output
     assert runner.invoke(app, ["verify", "watch", "ftp://x"]).exit_code != 0
