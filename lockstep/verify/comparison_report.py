@@ -192,12 +192,7 @@ def _counts(found: Comparison, known: dict[str, Any]) -> Section:
         for name, key in zip(names, keys, strict=True)
     ]
     more, less = found.tally.more, found.tally.less
-    text = [
-        f"Held against A's first answer, B's second differs and A's second does not on {more} "
-        f"requests; the reverse holds on {less}. If B were the same as A, both would be equally "
-        f"likely on each request: {more} or more of {more + less} would come with probability "
-        f"{known['sign_test']:.2g}.",
-    ]
+    text = [_sides(more, less, known["sign_test"])]
     if found.tally.unread:
         failures = "; ".join(f"{why} ({count})" for why, count in known["failures"].items())
         text.append(
@@ -211,6 +206,18 @@ def _counts(found: Comparison, known: dict[str, Any]) -> Section:
     caption = "Intervals are exact (Clopper and Pearson) for requests drawn as these were."
     head = ("", "requests that differ", "share", "95% interval")
     return Section("How many differ", text, head, rows, [Plot(plot, caption)])
+
+
+def _sides(more: int, less: int, p_value: float) -> str:
+    """The paired counts behind the sign test, in words."""
+    if more + less == 0:
+        return "Held against A's first answer, the second ones of A and B never differ one-sidedly."
+    return (
+        f"Held against A's first answer, B's second differs and A's second does not on {more} "
+        f"requests; the reverse holds on {less}. If B were the same as A, both would be equally "
+        f"likely on each request: {more} or more of {more + less} would come with probability "
+        f"{p_value:.2g}."
+    )
 
 
 def _bounds(known: dict[str, Any], key: str) -> str:
