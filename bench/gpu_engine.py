@@ -17,7 +17,7 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench.random_model import random_model

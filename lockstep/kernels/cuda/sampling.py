@@ -26,6 +26,7 @@ from lockstep.kernels.cuda.common import (
 
 _BLOCK = 4096  # ids a program takes where no tree depends on it
 _SUB = 256  # of these at once in a search
+_DRAWN = 512  # of these at once in a draw
 _WAYS = 16  # parts into which a turn of a search cuts the keys that are left
 _TURNS = 9  # after which one key is left: the first parts them by logit, the others by sixteen
 _SUM_BLOCKS = 4  # blocks of the log-sum-exp tree a program takes
@@ -243,7 +244,9 @@ def _narrow_kernel(
     if not FIRST:
         mine = stretch + tl.arange(0, 1)
         base, some = _left(partials, bases, ways, row, mine, mine >= 0, WAYS)
-    sums = tl.zeros((SUB, WAYS), dtype=tl.int64)
+    # Counts of a stretch fit 32 bits.
+    SUM: tl.constexpr = tl.int64 if BY_MASS else tl.int32
+    sums = tl.zeros((SUB, WAYS), dtype=SUM)
     if tl.max(some, axis=0) != 0:
         top = tl.load(maxima + row)
         temperature = tl.load(temperatures + row)
@@ -256,11 +259,11 @@ def _narrow_kernel(
             key = _order(z)
             left = (key >= low) & (key <= high)
             if tl.max(left.to(tl.int32), axis=0) > 0:
-                weight = tl.where(left, _weights(z, key, at, key_k, id_k, BY_MASS), 0)
+                weight = tl.where(left, _weights(z, key, at, key_k, id_k, BY_MASS), 0).to(SUM)
                 sums += tl.where(key[:, None] >= keys[None, :], weight[:, None], 0)
     tl.debug_barrier()  # every thread has read what the turn before left
     tl.store(bases + stretch + tl.arange(0, 1), base)
-    tl.store(partials + stretch * WAYS + way, tl.sum(sums, axis=0) + base)
+    tl.store(partials + stretch * WAYS + way, tl.sum(sums, axis=0).to(tl.int64) + base)
     tl.debug_barrier()
     if tl.atomic_add(arrived + row, 1, sem="acq_rel") < blocks - 1:
         return
@@ -323,33 +326,39 @@ def _edge_kernel(
 )
 def _draw_kernel(
     logits, limits, maxima, values, ids, temperatures, min_ps, seeds, choices, positions,
-    V, blocks, BLOCK: tl.constexpr,
+    V, blocks, BLOCK: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """Best id of a stretch: of z + g where kept, or of the logits for a greedy row."""
+    """Best of a stretch's ids that are kept, by z + g; a greedy row's are there already."""
     row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    at = block * BLOCK + tl.arange(0, BLOCK)
     top = tl.load(maxima + row)
     temperature = tl.load(temperatures + row)
     min_p = tl.load(min_ps + row)
     # A min_p above 1 keeps nothing, which leaves the most likely id.
     if (temperature > 0) & (tl.abs(top) < float("inf")) & (min_p <= 1):
-        z = _scaled(logits, row, at, V, top, temperature)
-        key = _order(z)
         key_k = tl.load(limits + row * 4)
         id_k = tl.load(limits + row * 4 + 1)
         key_p = tl.load(limits + row * 4 + 2)
         id_p = tl.load(limits + row * 4 + 3)
-        kept = (key > key_k) | ((key == key_k) & (at <= id_k))
-        kept = kept & ((key > key_p) | ((key == key_p) & (at <= id_p)))
-        kept = kept & (exact_exp(z) >= min_p)
-        g = gumbel(at, tl.load(positions + row), tl.load(choices + row), tl.load(seeds + row))
-        value = tl.where(kept, z + g, float("-inf"))
-    else:
-        value = tl.load(logits + row * V + at, mask=at < V, other=float("-inf"))
-    best, index = _best(value, at)
-    tl.store(values + row * blocks + block, best)
-    tl.store(ids + row * blocks + block, index)
+        seed = tl.load(seeds + row)
+        choice = tl.load(choices + row)
+        position = tl.load(positions + row)
+        begin = tl.program_id(1) * BLOCK
+        best = float("-inf")
+        index = begin
+        for start in range(begin, begin + BLOCK, SUB):
+            at = start + tl.arange(0, SUB)
+            z = _scaled(logits, row, at, V, top, temperature)
+            key = _order(z)
+            kept = (key > key_k) | ((key == key_k) & (at <= id_k))
+            kept = kept & ((key > key_p) | ((key == key_p) & (at <= id_p)))
+            kept = kept & (exact_exp(z) >= min_p)
+            if tl.max(kept.to(tl.int32), axis=0) > 0:
+                g = gumbel(at, position, choice, seed)
+                value, found = _best(tl.where(kept, z + g, float("-inf")), at)
+                index = tl.where(value > best, found, index)
+                best = tl.maximum(value, best)
+        tl.store(values + row * blocks + tl.program_id(1), best)
+        tl.store(ids + row * blocks + tl.program_id(1), index)
 
 
 def _rows(logits: Tensor) -> tuple[int, int]:
@@ -460,7 +469,7 @@ def sample(logits: Tensor, batch: SampleBatch) -> Tensor:
     _draw_kernel[(rows, blocks)](
         logits, limits, maxima, values, ids,
         batch.temperature, batch.min_p, batch.seed, batch.choice, batch.position,
-        vocab, blocks, BLOCK=_BLOCK, num_warps=8, **LAUNCH,
+        vocab, blocks, BLOCK=_BLOCK, SUB=_DRAWN, num_warps=8, **LAUNCH,
     )  # fmt: skip
     return _fold_best(values, ids)
 
