@@ -29,6 +29,14 @@ NAMED = {
     "much": {"type": "score", "criteria": ["low", "high"]},
 }
 
+GATES: list[dict[str, Any]] = [
+    {"branch": "judge", "continue_if": ["answer", "search"], "threshold": {"search": 0.5}},
+    {"branch": "codes", "question": QUESTIONS[0], "continue_if": [True]},
+    {"question": QUESTIONS[1], "continue_if": ["a"]},
+    {"prefix": "do: ", "options": ["write", "skip"], "continue_if": ["write", "skip"]},
+]
+OWN = [{"value": name} for name in ("answer", "search", "refuse")]
+
 # Bodies that are answered, by route; a mutation starts from one.
 SEEDS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"model": MODEL, "prompt": "a b c", "max_tokens": 3}),
@@ -84,6 +92,20 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
             "max_tokens": 4,
         },
     ),
+    *(
+        (
+            "/v1/chat/completions",
+            {"model": MODEL, "messages": HELLO, "gate": gate, "n": 2, "max_tokens": 3},
+        )
+        for gate in GATES
+    ),
+    *(
+        (
+            "/v1/completions",
+            {"model": MODEL, "prompt": ["a b", "c"], "gate": gate, "stream": True, "max_tokens": 3},
+        )
+        for gate in GATES
+    ),
     ("/v1/responses", {"model": MODEL, "input": "hello", "max_output_tokens": 3}),
     (
         "/v1/responses",
@@ -113,6 +135,13 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("/v1/responses/input_tokens", {"model": MODEL, "input": "hello"}),
     ("/v1/decisions", {"model": MODEL, "input": "some text", "questions": QUESTIONS}),
+    (
+        "/v1/decisions",
+        {"model": "judge", "input": "text", "questions": [{**QUESTIONS[1], "choices": OWN}]},
+    ),
+    ("/v1/decisions", {"model": "codes", "input": HELLO, "questions": QUESTIONS[:2]}),
+    ("/v1/classify", {"model": "judge", "input": ["some text", "more"]}),
+    ("/classify", {"model": "judge", "messages": HELLO}),
     ("/v1/systemone", {"model": MODEL, "state": {"a": [1, "x"]}, "questions": NAMED}),
     ("/v1/embeddings", {"model": MODEL, "input": ["a", "b"], "encoding_format": "base64"}),
     ("/v1/score", {"model": MODEL, "text_1": "a b", "text_2": ["c", "d"]}),
@@ -235,6 +264,7 @@ OPTIONS: dict[str, list[Any]] = {
     "pooling": ["mean", "max"],
     "dimensions": [0, 1, 4, 10**9],
     "refuse_below": [0, 0.5, 1, 2],
+    "gate": [*GATES, {}, {"branch": "judge"}, {"continue_if": ["answer"]}],
     "add_generation_prompt": [False],
     "add_special_tokens": [True, False],
 }
@@ -473,6 +503,7 @@ _PATHS = [
     *("/v1/models/{}", "/v1/files/{}", "/v1/files/{}/content", "/v1/batches/{}"),
     *("/v1/batches/{}/cancel", "/v1/responses/{}", "/v1/responses/{}/input_items"),
     *("/v1/responses/{}/cancel", "/page/{}", "/v1/{}", "/{}", "/admin/cancel/{}", "/admin/{}"),
+    "/admin/branches/{}",
     *("/v1/files", "/v1/batches", "/v1/models", "/health", "/ready", "/stats", "/metrics"),
     *("/", "/openapi.json", "/docs", "/redoc", "/v1/models/", "/v1/completions/", "//v1/models"),
     *("/v1/responses", "/v1/responses/", "/v1/chat/completions"),

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -22,6 +24,7 @@ from lockstep.async_llm import AsyncLLM
 from lockstep.config import ServerConfig
 from lockstep.engine.client import EngineState
 from lockstep.server.app import create_app
+from tests.branch_fake import make_branch
 from tests.server.support import fake_llm
 
 MODEL = "parrot"
@@ -99,9 +102,16 @@ class Target:
     def __init__(self, model: str = MODEL, key: str = "", **settings: Any) -> None:
         self.headers = (JSON, (b"authorization", f"Bearer {key}".encode()))
         self.loop = asyncio.new_event_loop()
-        self.llm: AsyncLLM = fake_llm(model)
+        self._folder = tempfile.TemporaryDirectory()
+        at = Path(self._folder.name)
+        branches = {
+            "judge": make_branch(at, "judge"),
+            "codes": make_branch(at, "codes", head="codes", options=("Yes", "No", "A", "B")),
+        }
+        self.llm: AsyncLLM = fake_llm(f"judged-{model}", branches=branches)
         self.loop.run_until_complete(self.llm.start())
-        self.app: FastAPI = create_app(self.llm, ServerConfig(access_log=False, **settings))
+        config = ServerConfig(access_log=False, served_name=model, **settings)
+        self.app: FastAPI = create_app(self.llm, config)
         self.pid = self.llm.client.pid
         self.sent = 0
         self.statuses: dict[int, int] = {}
@@ -122,6 +132,7 @@ class Target:
         self.loop.run_until_complete(self._lifespan)
         self.loop.run_until_complete(self.llm.close())
         self.loop.close()
+        self._folder.cleanup()
 
     # --- sending ----------------------------------------------------------------------------
 

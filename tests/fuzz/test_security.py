@@ -82,6 +82,10 @@ def admin() -> tuple[tuple[bytes, bytes], ...]:
     return (JSON, (b"authorization", f"Bearer {SECRETS[1]}".encode()))
 
 
+def gated(name: str) -> dict[str, Any]:
+    return {"branch": name, "continue_if": [name]}
+
+
 def hostile(names: list[str]) -> list[Sent]:
     """Requests with names of things that are elsewhere, wherever a request has a name."""
     found: list[Sent] = []
@@ -104,6 +108,9 @@ def hostile(names: list[str]) -> list[Sent]:
             ("/v1/decisions", {"model": MODEL, "input": [message], "questions": []}),
             ("/v1/systemone", {"state": {"url": name}, "questions": {"a": {"type": "noul"}}}),
             ("/v1/embeddings", {"model": MODEL, "input": name}),
+            ("/v1/completions", {"model": MODEL, "prompt": "a", "gate": gated(name)}),
+            ("/admin/branches", {"name": "x", "path": name}),
+            ("/admin/branches", {"name": name, "path": "."}),
             (
                 "/v1/batches",
                 {"input_file_id": name, "endpoint": name, "completion_window": "24h"},
@@ -118,6 +125,7 @@ def hostile(names: list[str]) -> list[Sent]:
             for end in ("", "/content", "/input_items"):
                 found.append(Sent("GET", path + plain + end, headers=admin()))
         found.append(Sent("DELETE", "/v1/files/" + plain, headers=admin()))
+        found.append(Sent("DELETE", "/admin/branches/" + plain, headers=admin()))
         found.append(Sent("DELETE", "/v1/responses/" + plain, headers=admin()))
     return found
 
