@@ -148,6 +148,7 @@ def _inside(service: Service, path: str) -> str:
     roots = _roots(service)
     try:
         folder = Path(os.path.realpath(path))
+        is_folder = folder.is_dir()
     except (OSError, ValueError) as error:  # too long, a loop of links, a null character
         raise RequestError(f"path cannot be used: {error}", field="path") from None
     if not any(folder == root or root in folder.parents for root in roots):
@@ -157,7 +158,7 @@ def _inside(service: Service, path: str) -> str:
             field="path",
             code="path_not_allowed",
         )
-    if not folder.is_dir():
+    if not is_folder:
         raise RequestError(f"path: {path[:200]!r} is no folder", field="path")
     return str(folder)
 

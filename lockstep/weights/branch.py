@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import stat
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
@@ -37,7 +38,10 @@ def read_tensors(
     path = Path(folder) / TENSORS
     most = 2 * sum(4 * prod(shape) + _HEADER_BYTES for shape in shapes.values())
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for, a device has no end
+            raise BranchError(f"{path}: not a file")
+        size = status.st_size
         if size > most:
             raise BranchError(f"{path}: {size} bytes, such a branch has less than {most}")
         data = path.read_bytes()

@@ -369,6 +369,7 @@ def test_admin_is_off_without_a_key(judged: httpx.Client) -> None:
         ({"name": "x", "path": ""}, "path"),
         ({"name": "x", "path": 7}, "path"),
         ({"name": "x", "path": "a" * 5000}, "path"),
+        ({"name": "x", "path": "{root}/" + "a" * 300}, "path"),
         ({"name": "x", "path": "/etc"}, "path"),
         ({"name": "x", "path": "/"}, "path"),
         ({"name": "x", "path": "{root}/judge/../../.."}, "path"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -121,6 +122,19 @@ def test_a_file_that_is_another_is_refused(tmp_path: Path) -> None:
     path.write_bytes(good)
     with pytest.raises(BranchError, match="written for none"):
         read_tensors(tmp_path, replace(branch, tensors=""), SHAPES)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_only_files_are_read(tmp_path: Path, kind: str) -> None:
+    """A pipe would keep the engine waiting for ever, and a device fill its memory."""
+    branch = write_package(describe(), tensors(), tmp_path)
+    (tmp_path / TENSORS).unlink()
+    if kind == "pipe":
+        os.mkfifo(tmp_path / TENSORS)
+    else:
+        (tmp_path / TENSORS).symlink_to("/dev/zero")
+    with pytest.raises(BranchError, match="not a file"):
+        read_tensors(tmp_path, branch, SHAPES)
 
 
 def test_a_description_without_its_tensors_hash_loads_no_tensor(tmp_path: Path) -> None:
