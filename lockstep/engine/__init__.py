@@ -9,5 +9,6 @@ Where does my code go?
 - `routes.py`: how the rows of a branch's decision pass through the layers.
 - `gates.py`: what a gate reads before a request writes; `branches.py`: branches by name.
 - `loop.py`: `Engine`: checks requests, runs plans, survives a failing step.
-- `process.py`, `client.py`, `link.py`: an engine in a process of its own, and the way to it.
+- `process.py`, `client.py`, `link.py`, `remote.py`: an engine in a process of its own, and the
+  way to it.
 """

@@ -6,14 +6,13 @@ Everything here runs on one asyncio loop and imports no torch.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -23,11 +22,12 @@ import zmq
 import zmq.asyncio
 
 from lockstep import messages
-from lockstep.branch import Branch, BranchError, read_branch
+from lockstep.branch import Branch, BranchError
 from lockstep.config import ConfigError, EngineConfig
 from lockstep.engine.link import Link
 from lockstep.engine.mailbox import OutputQueue
 from lockstep.engine.process import LENGTH
+from lockstep.engine.remote import RemoteBranches
 from lockstep.types import (
     EngineInfo,
     EngineStats,
@@ -91,9 +91,6 @@ class EngineClient:
             the longest step must fit in. While it starts, it has `START_SECONDS` at least.
 
     Attributes:
-        config: what is started, and what a process that takes the place of one that died is
-            started with: the branches of that moment.
-        branches: the loaded branches, by name.
         restarts: how often a new process has taken the place of one that died.
         silent: seconds for which the running process has said nothing, in steps of
             `LISTEN_SECONDS`.
@@ -110,15 +107,13 @@ class EngineClient:
         self.config = config
         self.state = EngineState.NEW
         self.stats = EngineStats()
-        self.branches: dict[str, Branch] = {}
+        self._branches = RemoteBranches(config.branches.load)
         self.restarts = 0
         self.silent = 0.0
         self._factory = factory
         self._hang_seconds = hang_seconds
         self._heartbeat_seconds = heartbeat_seconds
         self._info: EngineInfo | None = None
-        self._changes: dict[int, asyncio.Future[Branch | None]] = {}  # of branches, by ticket
-        self._tickets = itertools.count()
         self._queues: dict[str, OutputQueue] = {}
         self._admissions: dict[str, asyncio.Future[None]] = {}
         self._live_choices: dict[str, int] = {}
@@ -134,6 +129,11 @@ class EngineClient:
         if self._info is None:
             raise EngineUnavailable("the engine is not started yet", retry_after=self.retry_after)
         return self._info
+
+    @property
+    def branches(self) -> dict[str, Branch]:
+        """The loaded branches, by name."""
+        return self._branches.named
 
     @property
     def pid(self) -> int | None:
@@ -233,12 +233,11 @@ class EngineClient:
             BranchError: it cannot be used; all is as it was.
             EngineUnavailable: there is no engine now.
         """
-        ticket = next(self._tickets)
-        branch = await self._change(messages.LoadBranch(ticket=ticket, name=name, folder=folder))
+        self._check_ready()
+        change, done = self._branches.load(name, folder)
+        self._send(change)
+        branch = await done
         assert branch is not None
-        self.branches[name] = branch
-        load = [entry for entry in self.config.branches.load if entry[0] != name]
-        self._start_with((*load, (name, folder)))
         return branch
 
     async def unload_branch(self, name: str) -> None:
@@ -248,10 +247,10 @@ class EngineClient:
             BranchError: there is no such branch.
             EngineUnavailable: there is no engine now.
         """
-        ticket = next(self._tickets)
-        await self._change(messages.UnloadBranch(ticket=ticket, name=name))
-        self.branches.pop(name, None)
-        self._start_with(entry for entry in self.config.branches.load if entry[0] != name)
+        self._check_ready()
+        change, done = self._branches.unload(name)
+        self._send(change)
+        await done
 
     async def close(self) -> None:
         """Stop the process (kindly, then firmly) and remove the private directory."""
@@ -270,38 +269,6 @@ class EngineClient:
             self._context.destroy(linger=0)
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
-
-    # --- branches ---------------------------------------------------------------------
-
-    async def _change(self, message: messages.LoadBranch | messages.UnloadBranch) -> Branch | None:
-        self._check_ready()
-        done: asyncio.Future[Branch | None] = asyncio.get_running_loop().create_future()
-        self._changes[message.ticket] = done
-        try:
-            self._send(message)
-            return await done
-        finally:
-            self._changes.pop(message.ticket, None)
-
-    def _start_with(self, load: Iterable[tuple[str, str]]) -> None:
-        branches = replace(self.config.branches, load=tuple(load))
-        self.config = replace(self.config, branches=branches)
-
-    def _forget_lost_branches(self) -> None:
-        """A process that takes another's place starts without what is no longer there, or
-        would decide otherwise: requests that name it are refused."""
-        found = []
-        for name, folder in self.config.branches.load:
-            try:
-                same = read_branch(folder).key == self.branches[name].key
-            except BranchError as error:
-                log.error("branch %s is lost: %s", name, error)
-            else:
-                if same:
-                    found.append((name, folder))
-                else:
-                    log.error("branch %s is lost: %s holds another one now", name, folder)
-        self._start_with(found)
 
     # --- requests ---------------------------------------------------------------------
 
@@ -333,9 +300,7 @@ class EngineClient:
         for admission in self._admissions.values():
             if not admission.done():
                 admission.set_exception(error)
-        for change in self._changes.values():
-            if not change.done():
-                change.set_exception(error)
+        self._branches.fail(error)
         for queue in self._queues.values():
             queue.put_nowait(error)
         self._admissions.clear()
@@ -395,7 +360,10 @@ class EngineClient:
         start = messages.Start(
             address=f"ipc://{path}",
             factory=self._factory,
-            config=self.config,
+            config=replace(
+                self.config,
+                branches=replace(self.config.branches, load=tuple(self._branches.folders.items())),
+            ),
             heartbeat_seconds=self._heartbeat_seconds,
         )
         payload = messages.encode(start)
@@ -427,7 +395,7 @@ class EngineClient:
                     if progress is not None:
                         progress(stage, fraction)
                 case messages.Ready(info=info, branches=branches):
-                    self._info, self.branches = info, branches
+                    self._info, self._branches.named = info, branches
                     return
                 case messages.StartFailed(kind=kind, message=text):
                     raise _start_error(kind, text)
@@ -457,14 +425,14 @@ class EngineClient:
 
     async def _relaunch(self) -> None:
         backoff = 1.0
-        self._forget_lost_branches()
+        self._branches.forget_lost()
         while True:
             try:
                 await self._launch(None)
             except Exception as error:  # no file left, no memory, ...: all of it may pass
                 if isinstance(error, BranchError):  # rather none of them than no engine
                     log.error("all branches are lost")
-                    self._start_with(())
+                    self._branches.folders.clear()
                 text = str(error) or type(error).__name__
                 log.error("restarting the engine failed: %s; next try in %.0f s", text, backoff)
                 await self._reap(0.0)
@@ -488,10 +456,8 @@ class EngineClient:
                 case messages.StepReport():
                     self.stats = message.stats
                     self._deliver(message)
-                case messages.BranchReply(ticket=ticket):
-                    change = self._changes.pop(ticket, None)
-                    if change is not None and not change.done():
-                        _settle(change, message)
+                case messages.BranchReply():
+                    self._branches.take(message)
                 case messages.Heartbeat(stats=stats):
                     self.stats = stats
                 case messages.Fatal(message=fatal):
@@ -528,13 +494,6 @@ class EngineClient:
         link, self._link = self._link, None
         if link is not None:
             await link.close(patience)
-
-
-def _settle(change: asyncio.Future[Branch | None], reply: messages.BranchReply) -> None:
-    if reply.error:
-        change.set_exception(BranchError(reply.error))
-    else:
-        change.set_result(reply.branch)
 
 
 def _start_error(kind: str, text: str) -> LockstepError:

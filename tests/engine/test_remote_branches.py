@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -86,6 +87,23 @@ async def test_what_is_lost_meanwhile_is_refused_and_the_rest_is_back(tmp_path: 
         for name in ("changed", "gone"):
             with pytest.raises(RequestError, match="not loaded"):
                 await client.submit(ask("r", name))
+    finally:
+        await client.close()
+
+
+async def test_a_change_counts_although_nobody_waits_for_it(tmp_path: Path) -> None:
+    client = fake_client("judged")
+    try:
+        await client.start()
+        change = asyncio.create_task(client.load_branch("judge", make_branch(tmp_path)))
+        await asyncio.sleep(0)
+        change.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await change
+        while not client.branches:
+            await asyncio.sleep(0.01)
+        await die_and_come_back(client)
+        assert await decided(client, "judge")
     finally:
         await client.close()
 
