@@ -30,7 +30,7 @@ def ops() -> Backend:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES[1:4])
 def test_mixed_adapters(
     ops: Backend, case: tuple[int, int, Sequence[Sequence[int]], bool], dtype: torch.dtype
 ) -> None:
