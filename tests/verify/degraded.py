@@ -56,11 +56,11 @@ def unchanged(name: str, weight: Tensor) -> Tensor:
 
 
 def write_model(folder: Path, change: Change = unchanged) -> str:
-    """The model as a folder of safetensors in float32, changed; returns its path."""
+    """The model as a folder of safetensors in bfloat16, changed; returns its path."""
     checkpoint = open_checkpoint("smollm2")
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        name: change(name, checkpoint.tensor(name)).float().contiguous()
+        name: change(name, checkpoint.tensor(name)).to(torch.bfloat16).contiguous()
         for name in checkpoint.tensor_names()
     }
     save_file(tensors, folder / "model.safetensors")

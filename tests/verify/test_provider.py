@@ -114,9 +114,9 @@ async def test_servers_without_logprobs_are_compared_by_samples() -> None:
 
 
 def test_the_permutation_test_keeps_its_rate() -> None:
-    """Noise of a size of its own at every prompt; 300 pairs of equal providers."""
+    """Noise of a size of its own at every prompt; 150 pairs of equal providers."""
     source = np.random.default_rng(1)
-    rejected, trials = 0, 300
+    rejected, trials = 0, 150
     for trial in range(trials):
         matrices = []
         for _ in range(6):
@@ -147,7 +147,7 @@ def test_the_energy_statistic_is_the_definition() -> None:
 def test_the_goodness_of_fit_keeps_its_rate_and_finds_a_truncation() -> None:
     source = np.random.default_rng(3)
     names = [f" {chr(97 + i)}" for i in range(12)]
-    rejected, trials = 0, 100
+    rejected, trials = 0, 40
     for trial in range(trials):
         shares = source.dirichlet(np.ones(13) * 0.7)
         drawn = source.multinomial(120, shares)

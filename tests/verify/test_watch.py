@@ -102,13 +102,13 @@ def test_j04_what_cannot_be_read_is_not_called_changed() -> None:
 
 
 def test_j04_the_whole_family_keeps_its_rate_over_clean_years() -> None:
-    """150 years of daily rounds of all streams together, with the monitor's own weights."""
+    """80 years of daily rounds of all streams together, with the monitor's own weights."""
     source = np.random.default_rng(6)
     monitor = Monitor(THIRTY, baseline(source))
     weights = np.array(list(monitor.weights().values()))
     assert weights.sum() == pytest.approx(0.7)  # no replica seen; they have the rest
     assert len(weights) >= 30 + 2
-    years, alpha, alarms = 150, 0.2, np.zeros(150, dtype=bool)
+    years, alpha, alarms = 80, 0.3, np.zeros(80, dtype=bool)
     for weight in weights:
         wealth = histories(source.lognormal(size=(years, 60 + 365)), 60)
         alarms |= wealth.max(axis=1) >= -math.log(alpha * weight)
