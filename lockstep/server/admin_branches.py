@@ -151,7 +151,8 @@ def _inside(service: Service, path: str) -> str:
         is_folder = folder.is_dir()
     except (OSError, ValueError) as error:  # too long, a loop of links, a null character
         raise RequestError(f"path cannot be used: {error}", field="path") from None
-    if not any(folder == root or root in folder.parents for root in roots):
+    # A root itself is none, or else the folder that holds it would be a root afterwards.
+    if not any(root in folder.parents for root in roots):
         raise RequestError(
             f"path must lie inside {' or '.join(map(str, roots))}, got {path[:200]!r}; "
             "`lockstep serve --branch-root FOLDER` allows another",

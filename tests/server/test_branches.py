@@ -373,6 +373,7 @@ def test_admin_is_off_without_a_key(judged: httpx.Client) -> None:
         ({"name": "x", "path": "/etc"}, "path"),
         ({"name": "x", "path": "/"}, "path"),
         ({"name": "x", "path": "{root}/judge/../../.."}, "path"),
+        ({"name": "x", "path": "{root}"}, "path"),
         ({"name": "x", "path": "{root}/out"}, "path"),
         ({"name": "x", "path": "{root}/nowhere"}, "path"),
         ({"name": "x", "path": "{root}/judge/branch.json"}, "path"),
@@ -428,6 +429,8 @@ def _traps(root: Path) -> None:
     (root / "large/branch.json").write_text(" " * 2_000_000)
     os.mkfifo(root / "pipe/branch.json")
     make_branch(root, "numbers")
+    os.mkfifo(f"{make_branch(root, 'tensors')}/branch.safetensors")
+    make_branch(root, ".")
     found = json.loads((root / "numbers/branch.json").read_text())
     found["scale"] = 10**400
     (root / "numbers/branch.json").write_text(json.dumps(found))
