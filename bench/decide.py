@@ -162,21 +162,22 @@ WAYS: dict[str, Callable[[Engine, Work, float], Way]] = {
 
 
 def make_runner(options: argparse.Namespace) -> Runner:
-    """SmolLM2 on the CPU, or random weights of a public shape on a GPU."""
+    """SmolLM2, or random weights of a public shape (on a GPU, if they are of any size)."""
     if not options.shape:
         return load_runner(
             engine_config("smollm2", threads=options.threads, cache_bytes=options.cache_mb << 20)
         )
     from bench.random_model import random_model
     from bench.shapes import SHAPES
-    from lockstep.kernels.cuda import make_backend
+    from lockstep.config import ModelOptions
+    from lockstep.kernels import make_backend
 
-    backend = make_backend("cuda")
-    settings = SchedulerConfig().resolved("cuda")
+    backend = make_backend(ModelOptions())
+    settings = SchedulerConfig().resolved(backend.kind)
     runner = Runner(
         random_model(SHAPES[options.shape], backend),
         backend,
-        page_tokens=CacheConfig().resolved("cuda").page_tokens,
+        page_tokens=CacheConfig().resolved(backend.kind).page_tokens,
         step_tokens=settings.max_step_tokens,
         max_sequences=settings.max_sequences,
     )
