@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,8 @@ from lockstep.decisions import (
     gate_prompt,
     inquire,
 )
+from lockstep.decisions.branches import reading
+from lockstep.decisions.decision import OptionScores, decide
 from lockstep.decisions.render import branch_suffix_ids, context_ids
 from lockstep.types import GateOutcome, RequestError, SamplingParams
 from tests.decisions.test_requests import ALTERNATING, builder, tokenizer
@@ -80,6 +83,7 @@ def test_a_branch_reads_what_it_was_trained_on() -> None:
     gated, ids, made = chat_gate(GateSpec("answer", branch="judge"))
     assert list(gated.prompt) == context_ids(made, CHAT)
     assert gated.gate.probes[0].suffix == tuple(branch_suffix_ids(tokenizer(), JUDGE))
+    assert (gated.gate.branch, gated.gate.branch_key) == ("judge", JUDGE.key)
     assert gated.gate.outputs == (0, 1, 2)
     assert gated.gate.thresholds == (0.8, None, None)
     assert gated.gate.temperature == 2.0
@@ -232,3 +236,23 @@ def test_a_question_that_does_not_fit_behind_the_prompt_is_refused_with_the_numb
         made.build(gated.prompt, SamplingParams(), gate=gated.gate)
     assert caught.value.code == "context_length_exceeded"
     assert "60" in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [("true", "false"), ("No", "Yes"), ("false", "true")])
+def test_a_branch_of_two_truths_answers_predicates(options: tuple[str, str]) -> None:
+    how = reading(tokenizer(), branch(options=options, thresholds={}), Predicate("Is it so?"))
+    assert [options[index].lower() in ("true", "yes") for index in how.outputs] == [True, False]
+
+
+def test_thresholds_of_a_branch_are_tried_in_its_own_order() -> None:
+    question = Choice("?", ["refuse", "search", "answer"])
+    how = reading(tokenizer(), branch(thresholds={"answer": 0.3, "refuse": 0.3}), question)
+    assert how.outputs == (2, 1, 0)
+    scores = OptionScores(
+        (math.log(0.35), math.log(0.3), math.log(0.35)), "judge", 1.0, how.thresholds, how.order
+    )
+    assert decide(question, scores).value == "answer"
+    own = Choice("?", [Option("refuse", threshold=0.3), "search", "answer"])
+    how = reading(tokenizer(), branch(thresholds={"answer": 0.3}), own)
+    scores = OptionScores(scores.logprobs, "judge", 1.0, how.thresholds, how.order)
+    assert decide(own, scores).value == "refuse"
