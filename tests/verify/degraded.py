@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lockstep.weights import open_checkpoint
+from lockstep.weights import Checkpoint, open_checkpoint
 
 Change = Callable[[str, Tensor], Tensor]
 
 
 def rounded(weight: Tensor, bits: int, group: int) -> Tensor:
     """Symmetric rounding to so many bits, one scale for each `group` of a row; 0 is the row."""
-    rows = weight.float()
-    shape = rows.shape
-    if group:
-        rows = rows.reshape(-1, group)
+    rows = weight.float().clone().reshape(-1, group or weight.shape[1])
     most = 2 ** (bits - 1) - 1
-    scale = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / most
-    return (torch.round(rows / scale).clamp(-most - 1, most) * scale).reshape(shape)
+    low, high = rows.aminmax(dim=1, keepdim=True)
+    scale = torch.maximum(high, -low).clamp(min=1e-12) / most
+    return rows.div_(scale).round_().clamp_(-most - 1, most).mul_(scale).reshape(weight.shape)
 
 
 def quantised(bits: int, group: int, where: str = "layers.") -> Change:
@@ -55,13 +54,19 @@ def unchanged(name: str, weight: Tensor) -> Tensor:
     return weight
 
 
+@cache
+def _original() -> tuple[Checkpoint, dict[str, Tensor]]:
+    checkpoint = open_checkpoint("smollm2")
+    return checkpoint, {name: checkpoint.tensor(name) for name in checkpoint.tensor_names()}
+
+
 def write_model(folder: Path, change: Change = unchanged) -> str:
     """The model as a folder of safetensors in bfloat16, changed; returns its path."""
-    checkpoint = open_checkpoint("smollm2")
+    checkpoint, originals = _original()
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        name: change(name, checkpoint.tensor(name)).to(torch.bfloat16).contiguous()
-        for name in checkpoint.tensor_names()
+        name: change(name, weight).to(torch.bfloat16).contiguous()
+        for name, weight in originals.items()
     }
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(checkpoint.config))
