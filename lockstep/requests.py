@@ -127,6 +127,7 @@ class RequestBuilder:
         score_from: int = 1,
         pooling: Pooling = "",
         branch: str = "",
+        branch_key: str = "",
         branch_from: int = 0,
         gate: Gate | None = None,
     ) -> Request:
@@ -165,6 +166,7 @@ class RequestBuilder:
             score_from=score_from,
             pooling=pooling,
             branch=branch,
+            branch_key=branch_key,
             branch_from=branch_from,
             gate=gate,
         )

@@ -279,6 +279,7 @@ class Gate:
 
     Attributes:
         branch: the loaded branch whose head decides; "" is the trunk's own head.
+        branch_key: as `Request.branch_key`.
         probes: what to read: one for a branch, as many as the options need for the trunk.
         sequences: token path of each option, for the trunk's head.
         outputs: index of each option's output of the branch's head.
@@ -295,6 +296,7 @@ class Gate:
     sequences: tuple[tuple[int, ...], ...] = ()
     outputs: tuple[int, ...] = ()
     temperature: float = 1.0
+    branch_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +335,8 @@ class Request:
             tokens, "" nothing.
         branch: with max_tokens 0, the loaded branch whose head reads the prompt's last row;
             its outputs are reported as `SequenceOutput.scores`. "" for none.
+        branch_key: `Branch.key` of the one that the request was made for, which is refused where
+            another has the name by now; "" takes whichever has it.
         branch_from: first prompt position of the question behind the context: of a branch that
             adapts the suffix the first row that it adapts.
         gate: decide behind `prompt`, then write behind `prompt` and the gate's header.
@@ -348,6 +352,7 @@ class Request:
     score_from: int = 1
     pooling: Pooling = ""
     branch: str = ""
+    branch_key: str = ""
     branch_from: int = 0
     gate: Gate | None = None
 

@@ -176,6 +176,7 @@ class AskedBranch:
             SamplingParams(temperature=0.0, max_tokens=0, seed=0),
             priority=self.priority,
             branch=self.name,
+            branch_key=self.branch.key,
             branch_from=len(self.context),
         )
 
@@ -183,13 +184,10 @@ class AskedBranch:
         """Every output of the head.
 
         Raises:
-            GenerationError: the request was cancelled, or another branch took its name.
+            GenerationError: the request was cancelled.
         """
-        if len(completion.scores) != len(self.branch.options):
-            text = "a question was cancelled"
-            if completion.scores:
-                text = f"the branch {self.name!r} was replaced while it was asked"
-            raise GenerationError(text, [completion])
+        if not completion.scores:
+            raise GenerationError("a question was cancelled", [completion])
         return completion.scores
 
     def scores(self, completions: Sequence[Completion]) -> OptionScores:

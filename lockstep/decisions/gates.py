@@ -275,6 +275,7 @@ def _by_branch(
         thresholds=_thresholds(spec, question, own),
         outputs=how.outputs,
         temperature=branch.temperature,
+        branch_key=branch.key,
     )
     return Gated(tuple(context), gate, question, spec.branch, ("",) * len(how.outputs))
 

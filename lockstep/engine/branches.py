@@ -47,8 +47,8 @@ class Branches:
             raise BranchError(f"branch {name!r} is not loaded")
         self._drop(name)
 
-    def find(self, name: str, field: str) -> Branch:
-        """The branch of that name.
+    def find(self, name: str, key: str, field: str) -> Branch:
+        """The branch of that name, and of that key unless it is "".
 
         Raises:
             RequestError: there is none; `field` is where the request names it.
@@ -58,6 +58,12 @@ class Branches:
             known = f" (there are {', '.join(self.named)})" if self.named else ""
             raise RequestError(
                 f"branch {name!r} is not loaded{known}", field=field, code="branch_not_found"
+            )
+        if key not in ("", found.key):
+            raise RequestError(
+                f"branch {name!r} was replaced while the request was made: send it again",
+                field=field,
+                code="branch_replaced",
             )
         return found
 

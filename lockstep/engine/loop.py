@@ -154,7 +154,7 @@ class Engine:
             return
         branch = None
         if request.branch:
-            branch = self._branches.find(request.branch, "branch")
+            branch = self._branches.find(request.branch, request.branch_key, "branch")
             check_reading(request)
             self._check_route(self._route(branch, request.branch_from), len(request.prompt))
         scheduler.add(request, self._max_len(request), self._compiled(request), branch)
@@ -177,7 +177,9 @@ class Engine:
 
     def _gated(self, request: Request, gate: Gate) -> GatedRequest:
         """What the request does before it writes; checks all that may become of it."""
-        branch = self._branches.find(gate.branch, "gate") if gate.branch else None
+        branch = None
+        if gate.branch:
+            branch = self._branches.find(gate.branch, gate.branch_key, "gate")
         if request.branch or request.pooling:
             raise RequestError("a gated request has no branch and no pooling", field="gate")
         check_gate(gate, branch)

@@ -128,6 +128,8 @@ def describe(error: Exception) -> tuple[int, ErrorReply, dict[str, str]]:
         case RateLimited():
             headers = {"Retry-After": _whole(error.retry_after)}
             return _reply(429, str(error), code=error.code, headers=headers)
+        case RequestError(code="branch_replaced"):  # clients try again by themselves
+            return _reply(409, str(error), param=error.field or None, code=error.code)
         case RequestError(code="queue_full"):
             headers = {"Retry-After": str(QUEUE_RETRY_SECONDS)}
             return _reply(429, str(error), code=error.code, headers=headers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,15 @@ import pytest
 from lockstep.branch import Adapt, BranchError
 from lockstep.config import BranchOptions, CacheConfig, ConfigError, SchedulerConfig
 from lockstep.engine.loop import Engine
-from lockstep.types import FinishReason, LayerGroup, Request, RequestError, SamplingParams
+from lockstep.types import (
+    FinishReason,
+    Gate,
+    GateProbe,
+    LayerGroup,
+    Request,
+    RequestError,
+    SamplingParams,
+)
 from tests.branch_fake import BranchExecutor, make_branch, scores_of
 from tests.engine.harness import drain, engine, request, tokens
 from tests.fakes import expected_tokens
@@ -304,6 +313,24 @@ def test_branches_come_and_go(tmp_path: Path) -> None:
     assert found[("new", 0)][0].scores == scores_of(prompt, len(CONTEXT), other)
     assert executor.loaded == {}
     assert target.branches == {}
+
+
+def test_a_request_made_for_a_branch_is_not_read_by_another(tmp_path: Path) -> None:
+    """What a head's outputs mean was settled before the name went to another branch."""
+    target = judged(tmp_path, "suffix")
+    key = target.branches["suffix"].key
+    asked = replace(ask("d", CONTEXT, QUESTION), branch_key=key)
+    probe = GateProbe(QUESTION)
+    gate = Gate("suffix", (probe,), ((),) * 3, (None,) * 3, outputs=(0, 1, 2), branch_key=key)
+    gated = Request("g", CONTEXT, SamplingParams(max_tokens=1, seed=0), gate=gate)
+    target.submit(replace(asked, id="before"))
+    other = target.load_branch("suffix", make_branch(tmp_path, "other", fork=2, exit_=6))
+    for made, field in ((asked, "branch"), (gated, "gate")):
+        with pytest.raises(RequestError, match="replaced") as refused:
+            target.submit(made)
+        assert (refused.value.field, refused.value.code) == (field, "branch_replaced")
+    target.submit(replace(asked, branch_key=other.key))
+    assert len(drain(target)) == 2
 
 
 def test_two_names_of_one_branch(tmp_path: Path) -> None:

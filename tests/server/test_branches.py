@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -465,6 +466,30 @@ def test_an_engine_that_died_comes_back_with_its_branches(tmp_path: Path) -> Non
         wait_until(lambda: http.get("/ready").status_code == 200)
         body = {"model": "tone", "input": "y", "questions": [choice("x", "y")]}
         assert http.post("/v1/decisions", json=body).json()["answers"][0]["choice"] == "y"
+
+
+def test_a_request_made_for_a_branch_that_was_just_replaced_is_a_409(tmp_path: Path) -> None:
+    """The server knows of another branch in a name's place a moment after the engine does."""
+    make = partial(fake_llm, "judged", branches={"judge": make_branch(tmp_path, "judge")})
+    with ServerThread(make) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+        known = server.llm.client.branches
+        known["judge"] = replace(known["judge"], tensors="those of the one before")
+        gate = {"branch": "judge", "continue_if": ["answer"]}
+        for path, body in (
+            (
+                "decisions",
+                {
+                    "model": "judge",
+                    "input": "x",
+                    "questions": [choice("answer", "search", "refuse")],
+                },
+            ),
+            ("classify", {"model": "judge", "input": ["x"]}),
+            ("completions", {"model": "judged", "prompt": "x", "gate": gate}),
+        ):
+            reply = http.post(f"/v1/{path}", json=body)
+            assert reply.status_code == 409, reply.text
+            assert reply.json()["error"]["code"] == "branch_replaced"
 
 
 def test_an_engine_without_branches_says_so(http: httpx.Client) -> None:
