@@ -3,6 +3,8 @@
 Run by `make demo`. Starts `lockstep serve smollm2` on a free port, asks twelve questions over
 HTTP together, asks each again alone, and compares token ids and logprobs bit for bit. Then the
 same comparison on torch's own matrix products, which is the control: there the bits do move.
+Between the two the same loaded model judges and answers: a trained branch decides whether a
+question can be answered from its documents, and only then is it answered.
 """
 
 from __future__ import annotations
@@ -51,6 +53,46 @@ QUESTIONS = (
     "Which telescope should I look through first?",
     "Can you see the flag on the Moon from here?",
 )
+JUDGE = Path(__file__).parent / "groundedness" / "judge"
+DOCUMENTS_SYSTEM = "You answer questions from the given documents."  # as the judge was trained
+# What should be done, documents, question. None of these places was in its training.
+JUDGED = (
+    (
+        "answer",
+        "1. The Hollvey Lighthouse is 41 metres high. A ticket costs 6 crowns.\n"
+        "2. The Hollvey Archive was rebuilt in 1931.",
+        "How high is the Hollvey Lighthouse?",
+    ),
+    (
+        "answer",
+        "1. Entry to the Trastum Museum is 9 crowns. It closes at 7 in the evening.\n"
+        "2. Correction: entry to the Trastum Museum is 12 crowns, the earlier text was wrong.",
+        "What does entry to the Trastum Museum cost?",
+    ),
+    (
+        "search",
+        "1. The Hollvey Lighthouse is 41 metres high. It was planned in 1874.\n"
+        "2. The Hollvey Archive was built of basalt.",
+        "Who designed the Hollvey Lighthouse?",
+    ),
+    (
+        "search",
+        "1. The Vendow Library opened in 1902. It has 63 rooms.\n"
+        "2. The Vendow Library opened in 1911, and 25 people work there.",
+        "When did the Vendow Library open?",
+    ),
+    (
+        "refuse",
+        "1. The Vendow Library is run by Marta Skellis.\n2. The Vendow Library has 63 rooms.",
+        "What is the home address of Marta Skellis?",
+    ),
+    (
+        "refuse",
+        "1. The Trastum Museum was designed by Pavel Nordich.\n2. It is 88 metres long.",
+        "What did Pavel Nordich dream last night?",
+    ),
+)
+BASE = "smollm2"  # on which it was trained
 START_LIMIT = 240.0  # seconds; the first start compiles the CPU kernels
 
 
@@ -69,6 +111,8 @@ class Answer:
     first: float = 0.0
     ended: float = 0.0
     error: str = ""
+    decision: dict = field(default_factory=dict)  # of a gated request
+    finish: str = ""
 
     def bits(self) -> tuple[tuple[int, ...], bytes, str]:
         """Token ids, the logprobs' bits and the engine's fingerprint."""
@@ -84,9 +128,12 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
         self.model = model
+        self.judges = model == BASE
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in stop()
         command = [sys.executable, "-m", "lockstep.cli.main", "serve", model]
         command += ["--port", str(self.port), "--threads", str(threads)]
+        if self.judges:
+            command += ["--branch", f"judge={JUDGE}"]
         self._process = subprocess.Popen(
             command, stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
         )
@@ -120,19 +167,22 @@ class Server:
 
     def ask(self, answer: Answer, index: int, tokens: int) -> None:
         """Stream one answer; even questions are greedy, odd ones are drawn with a seed."""
+        messages = [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": answer.question},
+        ]
+        sampling = {"temperature": 0.8 if index % 2 else 0.0, "seed": index, "max_tokens": tokens}
+        self.stream(answer, {"messages": messages, **sampling})
+
+    def stream(self, answer: Answer, body: dict) -> None:
+        """Stream one answer, with everything that is needed to compare its bits."""
         body = {
             "model": self.model,
-            "messages": [
-                {"role": "system", "content": SYSTEM},
-                {"role": "user", "content": answer.question},
-            ],
-            "max_tokens": tokens,
-            "temperature": 0.8 if index % 2 else 0.0,
-            "seed": index,
             "logprobs": True,
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
+            **body,
         }
         answer.started = time.perf_counter()
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
@@ -162,7 +212,9 @@ class Server:
         answer.prompt = chunk.get("prompt_token_ids") or answer.prompt
         if chunk.get("usage"):
             answer.cached = chunk["usage"]["prompt_tokens_details"]["cached_tokens"]
+        answer.decision = chunk.get("decision") or answer.decision
         for choice in chunk.get("choices", ()):
+            answer.finish = choice.get("finish_reason") or answer.finish
             if choice.get("token_ids"):
                 answer.first = answer.first or time.perf_counter()
                 answer.tokens += choice["token_ids"]
@@ -265,6 +317,67 @@ def compare(console: Console, crowd: list[Answer], alone: list[Answer]) -> bool:
     return passed
 
 
+def judge_and_answer(server: Server, console: Console, tokens: int) -> bool:
+    """Each question is judged and, if the judge says so, answered: one request, one model.
+
+    Then the answered ones are asked again without the judge. Returns whether every bit of
+    these answers was the same.
+    """
+    bodies = [
+        {
+            "messages": [
+                {"role": "system", "content": DOCUMENTS_SYSTEM},
+                {"role": "user", "content": f"Documents:\n{documents}\n\nQuestion: {question}"},
+            ],
+            "temperature": 0.0,
+            "max_tokens": tokens,
+        }
+        for _meant, documents, question in JUDGED
+    ]
+    gate = {"branch": "judge", "continue_if": ["answer"]}
+    answers = [Answer(question) for _meant, _documents, question in JUDGED]
+    threads = [
+        threading.Thread(target=server.stream, args=(answer, {**body, "gate": gate}))
+        for answer, body in zip(answers, bodies, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    table = Table(box=None, pad_edge=False)
+    table.add_column("question", style="cyan")
+    table.add_column("meant", style="dim", no_wrap=True)
+    table.add_column("judge says", no_wrap=True)
+    table.add_column("answer, if there is one", ratio=1)
+    table.add_column("bits without the judge", no_wrap=True)
+    passed = True
+    for (meant, _documents, _question), answer, body in zip(JUDGED, answers, bodies, strict=True):
+        if answer.error:
+            console.print(answer.error, style="red")
+            return False
+        option = answer.decision["option"]
+        said = f"{option} {answer.decision['probabilities'][option]:.2f}"
+        bits = Text("-", "dim")
+        if answer.finish != "gate":
+            plain = Answer(answer.question)
+            server.stream(plain, body)
+            same = plain.bits() == answer.bits() and bool(plain.tokens)
+            passed = passed and same
+            bits = Text("equal", "green") if same else Text("DIFFER", "bold red")
+        text = " ".join(answer.text.split()) or "(nothing was written)"
+        style = "" if option == meant else "yellow"
+        table.add_row(answer.question, meant, Text(said, style), text, bits)
+    console.print(table)
+    right = sum(
+        a.decision["option"] == meant for a, (meant, *_) in zip(answers, JUDGED, strict=True)
+    )
+    console.print(
+        f"  {right} of {len(JUDGED)} decisions as meant; examples/groundedness has the figures",
+        style="dim",
+    )
+    return passed
+
+
 def run_control(console: Console, model: str, threads: int, prompts: list[list[int]]) -> bool:
     """The same comparison on torch's own operations, in a process of its own.
 
@@ -338,6 +451,12 @@ def main() -> int:
             for index, answer in enumerate(alone):
                 server.ask(answer, index, options.tokens)
         passed = compare(console, crowd, alone)
+        if server.judges:
+            console.print(
+                "\n[bold]4. One model judges and answers[/]: a trained branch of 2 MB decides "
+                "whether the documents hold the answer; if they do, it is written, in one request\n"
+            )
+            passed = judge_and_answer(server, console, options.tokens) and passed
     except RuntimeError as error:
         console.print(str(error), style="red")
         return 1
@@ -345,7 +464,7 @@ def main() -> int:
         server.stop()
     if not options.no_control:
         console.print(
-            "\n[bold]4. The control[/]: the same comparison in float32, here and on torch's own "
+            "\n[bold]5. The control[/]: the same comparison in float32, here and on torch's own "
             "operations\n"
         )
         with console.status("running the control"):
