@@ -165,24 +165,15 @@ class Filling(Queues):
         if count > 1 or end % size == 0 or start % size == 0:
             until = min(end, sequence.shared)
             self.cache.publish(lease, sequence.tokens, until, draft.journal, tail=count > 1)
-        if route is None:
-            self._plan_run(sequence, draft, start, end)
-            draft.budget -= count
-        else:
+        sequence.computed = end
+        sequence.attained += count
+        sequence.planned = draft.step
+        if route is not None:
             runs = runs_of(sequence, route, start, end, len(draft.runs))
             draft.runs.extend(runs)
             draft.members.extend([sequence] * len(runs))
             draft.budget -= sum(len(run.tokens) for run in runs)  # below 0 where one is doubled
-        sequence.computed = end
-        sequence.attained += count
-        sequence.planned = draft.step
-        return True
-
-    def _plan_run(self, sequence: Sequence, draft: Draft, start: int, end: int) -> None:
-        """The one run of a sequence in the trunk."""
-        lease = sequence.lease
-        assert lease is not None
-        last = end == len(sequence.tokens) and sequence.draws
+            return True
         rows, targets = sequence.logit_rows(start, end)
         draft.runs.append(
             TokenRun(
@@ -194,12 +185,14 @@ class Filling(Queues):
                 None,
                 rows,
                 targets,
-                sequence.sample_spec() if last else None,
+                sequence.sample_spec() if end == total and sequence.draws else None,
                 sequence.request.sampling if targets else None,
                 sequence.request.pooling if rows else "",
             )
         )
         draft.members.append(sequence)
+        draft.budget -= count
+        return True
 
     def _take_pages(self, sequence: Sequence, draft: Draft, count: int) -> int:
         """Pages for the next tokens, by eviction, a smaller chunk, then preemption.
