@@ -78,6 +78,7 @@ class Service:
         raise self._unknown(name)
 
     def _unknown(self, name: str) -> UnknownModel:
+        _ = self.llm.info  # EngineUnavailable: nobody knows yet which branches there are
         there = ", ".join(map(repr, (self.model_name, *sorted(self.branches))))
         return UnknownModel(
             f"the model {name!r} is not served here; there is {there}",

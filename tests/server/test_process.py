@@ -270,6 +270,8 @@ async def test_before_the_engine_is_ready_every_route_says_503() -> None:
             await http.get("/v1/models"),
             await http.post("/v1/completions", json={"model": "parrot", "prompt": "x"}),
             await http.post("/v1/chat/completions", json=chat),
+            # Nobody knows yet whether there is such a branch.
+            await http.post("/v1/classify", json={"model": "judge", "input": "x"}),
         ]
         assert (await http.get("/health")).status_code == 200
     for reply in replies:
