@@ -53,7 +53,7 @@ demo: $(VENV)/.run ## serve SmolLM2 here, ask it a dozen questions at once, comp
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(VENV)/.dev ## run the whole test suite (ARGS="-k name" to choose)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.dev ## style, types and the layering
 	@$(BIN)/ruff check .
