@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 from urllib.parse import urlsplit
@@ -55,13 +56,36 @@ def api_base(url: str) -> str:
     """The API's base without a slash at its end; a bare host gets OpenAI's `/v1`.
 
     Raises:
-        EndpointError: not an http or https url.
+        EndpointError: not an http or https url, or one with a password, which would stand in
+            every report and record.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise EndpointError(f"{url!r} is no url: {error}") from None
+    if "@" in parts.netloc:
+        raise EndpointError(
+            f"the url of {parts.netloc.rpartition('@')[2]} holds a user or a password, which "
+            "reports would show: put the key in an environment variable instead"
+        )
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise EndpointError(f"{url!r} is no url of the form http://HOST:PORT/v1")
     base = url.rstrip("/")
     return base if parts.path.strip("/") else f"{base}/v1"
+
+
+def bearer(api_key: str) -> dict[str, str]:
+    """The header that carries a key; none without one.
+
+    Raises:
+        EndpointError: no header can hold it. Libraries would show it in their message.
+    """
+    if not all("!" <= one <= "~" for one in api_key):
+        raise EndpointError(
+            "the API key holds a blank, an end of line or a character beyond ASCII, which no "
+            "header can carry"
+        )
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 class Endpoint:
@@ -79,7 +103,7 @@ class Endpoint:
         transport: another way to reach the server, for tests.
 
     Raises:
-        EndpointError: the url is none.
+        EndpointError: the url is none, or the key cannot be sent.
     """
 
     def __init__(
@@ -95,10 +119,11 @@ class Endpoint:
     ) -> None:
         self.url = api_base(url)
         self._model = model
+        self._key = api_key
         self._timeout = timeout
         self._extra = dict(extra or {})
         self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers=bearer(api_key),
             timeout=None,  # each request has a deadline of its own
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=connections),
             transport=transport,
@@ -153,6 +178,12 @@ class Endpoint:
 
     async def ask(self, request: ProbeRequest) -> Reading:
         """What the request gave; nothing is raised for what a server does."""
+        reading = await self._ask(request)
+        if self._key and self._key in reading.error:  # some servers repeat what they refuse
+            return replace(reading, error=reading.error.replace(self._key, "[API key]"))
+        return reading
+
+    async def _ask(self, request: ProbeRequest) -> Reading:
         async with self._slots:
             began = time.perf_counter()
             try:

@@ -140,7 +140,7 @@ class ToolCall:
         """Whether the arguments are a JSON object, which OpenAI's clients need them to be."""
         try:
             return isinstance(json.loads(self.arguments), dict)
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from lockstep.verify.probe import Reading, ToolCall, Usage
 
 SHOWN = 300  # characters of a server's error that a reading keeps
+ABOVE_ZERO = 0.01  # nats; by so much rounding may lift the logprob of a sure token
+LEAST = -1e300  # nats; less than that is minus infinity
 
 
 class Unreadable(ValueError):
@@ -22,7 +24,7 @@ def refusal(status: int, content: bytes, seconds: float) -> Reading:
     try:
         error = json.loads(text)["error"]
         text = str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         pass
     shown = " ".join(text.split())[:SHOWN]
     return Reading(False, error=f"status {status}: {shown}", seconds=seconds)
@@ -33,7 +35,7 @@ def read(content: bytes, *, chat: bool, seconds: float) -> Reading:
     try:
         return _read(content, chat, seconds)
     # Whatever a foreign server nests where, a field of another kind fails as one of these.
-    except (Unreadable, TypeError, AttributeError) as error:
+    except (Unreadable, TypeError, AttributeError, RecursionError) as error:
         return Reading(False, error=f"unreadable: {error}", seconds=seconds)
 
 
@@ -127,9 +129,11 @@ def name_of_bytes(raw: bytes) -> str:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    """A logprob: a number up to 0, or minus infinity."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not value <= ABOVE_ZERO:  # NaN is not, either
         raise Unreadable(f"a logprob is {value!r:.40}")
-    return float(value)
+    return float(value) if value > LEAST else -math.inf
 
 
 def _token_ids(choice: Mapping[str, Any]) -> tuple[int, ...]:

@@ -16,13 +16,15 @@ import yaml
 from msgspec import Meta
 
 from lockstep.types import LockstepError, RequestError
-from lockstep.verify.canonical import digest
+from lockstep.verify.canonical import canonical_bytes, digest
 from lockstep.verify.difference import Decision, DifferenceKind, Probability, Score, Token
 from lockstep.verify.probe import ProbeRequest
 from lockstep.verify.scoring import Expectation
 
 Share = Annotated[float, Meta(ge=0, lt=1)]
 T = TypeVar("T")
+MOST_TEXT = 1 << 20  # characters of the YAML; its reader takes seconds for more
+MOST_VALUES = 1_000_000  # in the document, a value counted wherever an alias repeats it
 
 
 class RuleError(LockstepError, ValueError):
@@ -131,7 +133,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     defaults: Sampling = Sampling()
     rounds: Annotated[int, Meta(ge=1, le=1000)] = 1
     concurrency: Annotated[int, Meta(ge=1, le=1024)] = 1
-    timeout: Annotated[float, Meta(gt=0)] = 120.0
+    timeout: Annotated[float, Meta(gt=0, le=86400)] = 120.0
     seed: int = 0
 
 
@@ -218,10 +220,18 @@ def parse(text: str, folder: Path = Path()) -> Rule:
     Raises:
         RuleError: as `load`.
     """
+    if len(text) > MOST_TEXT:
+        raise RuleError(
+            f"{len(text)} characters, at most {MOST_TEXT}: put requests into a file"
+        )
     try:
         value = yaml.load(text, Loader=_OnceLoader)
-    except (yaml.YAMLError, RecursionError) as error:
+        values = _count(value, {})
+    # PyYAML's numbers and dates raise ValueError where they are none.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RuleError(f"not YAML: {' '.join(str(error).split())}") from None
+    if values > MOST_VALUES:
+        raise RuleError(f"its aliases unfold to {values} values, at most {MOST_VALUES}")
     document = _convert(value, Document)
     if isinstance(document.requests, RequestFile):
         requests = read_requests(folder / document.requests.file)
@@ -240,7 +250,21 @@ def parse(text: str, folder: Path = Path()) -> Rule:
         document.seed,
     )
     _check(rule)
+    try:
+        canonical_bytes(rule.canonical())
+    except (TypeError, ValueError) as error:  # dates, infinities and the like in a free field
+        raise RuleError(f"a request, or extra, holds what JSON has not: {error}") from None
     return rule
+
+
+def _count(value: Any, counted: dict[int, int]) -> int:
+    """How many values this one comes to; each that several aliases share is walked once."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in counted:
+        inner = value.values() if isinstance(value, dict) else value
+        counted[id(value)] = 1 + sum(_count(one, counted) for one in inner)
+    return counted[id(value)]
 
 
 def read_requests(path: Path) -> tuple[RequestRule, ...]:
@@ -328,10 +352,14 @@ class _OnceLoader(yaml.SafeLoader):
     """YAML's safe form, in which no key stands twice: the first would be lost in silence."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                continue  # refused below
+            if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is there twice", node.start_mark
+                    None, None, f"the key {key!r} is there twice", key_node.start_mark
                 )
+            seen.add(key)
         return super().construct_mapping(node, deep=deep)

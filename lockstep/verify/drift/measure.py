@@ -7,7 +7,6 @@ could not be read says nothing about a change.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -18,6 +17,7 @@ from typing import Any
 
 from lockstep.verify.drift.probes import Kind, Probe
 from lockstep.verify.probe import Reading
+from lockstep.verify.scoring import is_json_object
 
 MOST = 20.0  # nats; larger differences of a logprob count as this
 ROUNDING = 1e-9  # nats; what printing a logprob may move it by
@@ -111,11 +111,16 @@ def logprob_distance(found: Mapping[str, float], expected: Mapping[str, float]) 
     """
     floors = [min(side.values()) for side in (found, expected)]
     differences = [
-        min(MOST, abs(found.get(token, floors[0]) - expected.get(token, floors[1])))
+        _gap(found.get(token, floors[0]), expected.get(token, floors[1]))
         for token in {**found, **expected}
     ]
     distance = fmean(differences)
     return 0.0 if distance <= ROUNDING else distance
+
+
+def _gap(one: float, other: float) -> float:
+    # Tokens that are ruled out may be reported with minus infinity, by both sides.
+    return 0.0 if one == other else min(MOST, abs(one - other))
 
 
 def answer_of(reading: Reading) -> str:
@@ -161,14 +166,6 @@ def calls_are_valid(reading: Reading, probe: Probe) -> bool:
     declared = {tool["function"]["name"] for tool in probe.request.tools}
     calls = reading.tool_calls
     return bool(calls) and all(call.parses and call.name in declared for call in calls)
-
-
-def is_object(text: str) -> bool:
-    """Whether a text is one JSON object."""
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
 
 
 def distance(reading: Reading, probe: Probe, reference: Reference) -> float | None:
@@ -220,7 +217,7 @@ def _gather(
         case Kind.TOOL:
             gathered[TOOLS].append(not calls_are_valid(reading, probe))
         case Kind.JSON:
-            gathered[OBJECTS].append(not is_object(reading.text))
+            gathered[OBJECTS].append(not is_json_object(reading.text))
         case Kind.TEXT:
             length = len(answer_of(reading))
             gathered[LENGTH].append(abs(math.log((length + 1) / (reference.length + 1))))

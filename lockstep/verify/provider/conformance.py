@@ -97,7 +97,7 @@ def failure(case: Case, reading: Reading) -> str:
             return f"a call of {call.name!r}"
         try:
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"arguments that are no JSON: {error}"
         except jsonschema.ValidationError as error:
             return f"arguments against the schema: {error.message}"

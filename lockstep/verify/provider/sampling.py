@@ -118,7 +118,8 @@ def goodness_of_fit(
     found = np.array([*observed.values(), rest])
 
     def statistic(draws: NDArray[np.int64]) -> NDArray[np.float64]:
-        ratios = np.log(np.maximum(draws, 1) / means)  # draws of 0 count for nothing
+        # Draws of 0 count for nothing, those of what has no probability for nearly everything.
+        ratios = np.log(np.maximum(draws, 1) / np.maximum(means, 1e-300))
         return np.asarray((draws * ratios).sum(axis=-1))
 
     simulated = np.random.default_rng(seed).multinomial(total, shares, size=SIMULATED)

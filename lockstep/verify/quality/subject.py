@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import httpx
 
 from lockstep.types import LockstepError, SamplingParams
-from lockstep.verify.endpoint import Endpoint
+from lockstep.verify.endpoint import Endpoint, bearer
 from lockstep.verify.probe import ProbeRequest
 from lockstep.verify.quality.tasks import Item
 
@@ -166,7 +166,7 @@ class HTTPSubject:
             url, model, api_key, timeout, connections=AT_ONCE, transport=transport
         )
         self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers=bearer(api_key),
             timeout=timeout,
             transport=transport,
         )
