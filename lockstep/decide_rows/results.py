@@ -182,8 +182,9 @@ class Results:
             while view:  # one call may write less than it was given
                 written = os.pwrite(self._file, view, position)
                 view, position = view[written:], position + written
-        except OSError:
+        except OSError as error:
             os.ftruncate(self._file, self._size)
+            error.filename = str(self._path)
             raise
         self._size, self.last = position, result.line
         self.totals.add(result)

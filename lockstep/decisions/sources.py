@@ -297,8 +297,10 @@ def prefix_question(prefix: str, options: Sequence[str]) -> Choice:
     """The choice between texts that may follow `prefix`.
 
     Raises:
-        RequestError: what is no text, fewer than 2 options, or one twice.
+        RequestError: what is no text, no list of them, fewer than 2 options, or one twice.
     """
+    if isinstance(options, str) or not isinstance(options, Sequence):
+        raise RequestError(f"options must be a list of texts, got {options!r}", field="options")
     for name, value in (("prefix", prefix), *((f"options[{i}]", o) for i, o in enumerate(options))):
         if not isinstance(value, str):
             raise RequestError(f"{name} must be a string, got {value!r}", field=name)

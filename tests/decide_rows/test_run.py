@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import signal
@@ -274,6 +275,31 @@ def test_a_closed_engine_ends_the_call_and_keeps_the_rows(tmp_path: Path) -> Non
     summary = run(source, out)
     assert summary.resumed == 20
     assert len(results(out)) == 50
+
+
+def test_a_full_disk_ends_the_call_and_keeps_whole_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = written(tmp_path / "in.jsonl", rows_of(50)), tmp_path / "out.jsonl"
+    whole = tmp_path / "whole.jsonl"
+    run(source, whole)
+    room, write = 1000, os.pwrite
+
+    def fills(file: int, data: memoryview, position: int) -> int:
+        if position >= room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data[: room - position], position)
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", fills)
+        with pytest.raises(OSError, match="No space left on device.*out.jsonl"):
+            run(source, out)
+    (part,) = tmp_path.glob("*.part")
+    kept = part.read_bytes()
+    assert kept.endswith(b"\n")
+    assert len(kept) < room
+    assert 0 < run(source, out).resumed < 50
+    assert out.read_bytes() == whole.read_bytes()
 
 
 def test_other_work_is_not_mixed_in(tmp_path: Path) -> None:
