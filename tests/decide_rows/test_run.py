@@ -292,7 +292,7 @@ def test_a_full_disk_ends_the_call_and_keeps_whole_rows(
 
     with monkeypatch.context() as full:
         full.setattr(os, "pwrite", fills)
-        with pytest.raises(OSError, match="No space left on device.*out.jsonl"):
+        with pytest.raises(OSError, match=r"No space left on device.*out\.jsonl"):
             run(source, out)
     (part,) = tmp_path.glob("*.part")
     kept = part.read_bytes()
