@@ -187,10 +187,9 @@ class Endpoint:
         async with self._slots:
             began = time.perf_counter()
             try:
-                async with asyncio.timeout(self._timeout):
-                    body = {**request.body(await self.model()), **self._extra}
-                    began = time.perf_counter()
-                    status, content = await self._post(request.path, body)
+                body = {**request.body(await self.model()), **self._extra}
+                began = time.perf_counter()
+                status, content = await self.post(request.path, body)
             except TimeoutError:
                 return Reading(False, error="timeout", seconds=time.perf_counter() - began)
             except EndpointError as error:
@@ -205,8 +204,18 @@ class Endpoint:
             return refusal(status, content, seconds)
         return read(content, chat=bool(request.messages), seconds=seconds)
 
-    async def _post(self, path: str, body: dict[str, object]) -> tuple[int, bytes]:
-        async with self._client.stream("POST", self.url + path, json=body) as reply:
+    async def post(self, path: str, body: dict[str, object]) -> tuple[int, bytes]:
+        """The status and the content of a reply. Waits for no slot: that is the caller's.
+
+        Raises:
+            TimeoutError: its last byte was not there in time, however many came before.
+            ValueError: it is too large.
+            httpx.HTTPError: what httpx says.
+        """
+        async with (
+            asyncio.timeout(self._timeout),
+            self._client.stream("POST", self.url + path, json=body) as reply,
+        ):
             content = bytearray()
             async for piece in reply.aiter_bytes():
                 content += piece

@@ -86,11 +86,10 @@ def _chat(reported: Any) -> Reported:
     entries = _get(reported, "content", list)
     return (
         tuple(_token(entry) for entry in entries),
-        tuple(_number(entry.get("logprob")) for entry in entries),
+        tuple(number(entry.get("logprob")) for entry in entries),
         tuple(
             tuple(
-                (_token(one), _number(one.get("logprob")))
-                for one in entry.get("top_logprobs") or ()
+                (_token(one), number(one.get("logprob"))) for one in entry.get("top_logprobs") or ()
             )
             for entry in entries
         ),
@@ -106,9 +105,9 @@ def _lists(reported: Any) -> Reported:
         raise Unreadable(f"{len(tokens)} tokens with {len(values)} logprobs")
     return (
         tuple(map(str, tokens)),
-        tuple(map(_number, values)),
+        tuple(map(number, values)),
         tuple(
-            tuple((str(token), _number(value)) for token, value in (one or {}).items())
+            tuple((str(token), number(value)) for token, value in (one or {}).items())
             for one in alternatives
         ),
     )
@@ -128,7 +127,7 @@ def name_of_bytes(raw: bytes) -> str:
     return "bytes:" + "".join(f"\\x{one:02x}" for one in raw)
 
 
-def _number(value: Any) -> float:
+def number(value: Any) -> float:
     """A logprob: a number up to 0, or minus infinity."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not value <= ABOVE_ZERO:  # NaN is not, either

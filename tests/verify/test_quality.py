@@ -322,12 +322,48 @@ async def test_a_server_scores_behind_its_prompt() -> None:
             await subject.score([(EMPTY, "a b")])
 
 
+@pytest.mark.parametrize(
+    ("top", "said"),
+    [({"x": "y"}, "a logprob is 'y'"), ({"x": 900.0}, "a logprob is 900.0"), ("x", "items")],
+)
+async def test_scores_that_are_none_are_the_servers_fault(top: Any, said: str) -> None:
+    def odd(path: str, body: Any) -> tuple[int, Any]:
+        rows = {"tokens": ["a"], "token_logprobs": [-1.0], "text_offset": [0]}
+        return 200, {"choices": [{"text": "a", "logprobs": {**rows, "top_logprobs": [top]}}]}
+
+    transport = httpx.ASGITransport(app=Vendor(odd))  # type: ignore[arg-type]
+    async with HTTPSubject("http://x", transport=transport) as subject:
+        with pytest.raises(SubjectError, match=said):
+            await subject.score([(EMPTY, "a")])
+
+
+@pytest.mark.parametrize("texts", [2, 3, 8])
+def test_intervals_of_few_texts_are_wide_enough(texts: int) -> None:
+    """Texts of skewed difficulty: a limit at the true mean is passed about as rarely as said."""
+    source = np.random.default_rng(texts)
+    true, sides = math.exp(0.5**2 / 2), [0, 0]
+    for _ in range(120):
+        hard = source.lognormal(0.0, 0.5, texts)
+        values = (hard[:, None] * source.exponential(size=(texts, 20))).ravel().tolist()
+        groups = np.repeat(np.arange(texts), 20).tolist()
+        low, high = divergence.interval(values, groups, 0.95)
+        sides = [sides[0] + (true < low), sides[1] + (true > high)]
+    assert sides[0] <= 6
+    assert sides[1] <= 18  # of 120; the bootstrap alone: 41 with two texts
+
+
+def test_one_text_says_nothing_of_others() -> None:
+    low, high = divergence.interval([0.0, 0.0], [0, 0], 0.95)
+    assert (low, high) == (-math.inf, math.inf)
+    assert divergence.bounds(low, high) is None
+
+
 def test_the_command_over_two_endpoints(tmp_path: Path) -> None:
     """A parrot against itself: it keeps what it is asked to, and its record says so."""
     items = "\n".join(f"      - {{prompt: word{i}, answer: word{i}}}" for i in range(40))
     (tmp_path / "t.yaml").write_text(
         f"tasks:\n  - name: parrot\n    kind: generate\n    drop: 0.1\n    items:\n{items}\n"
-        "texts: [one two three four five]\n"
+        "texts: [one two three four five, six seven eight]\n"
     )
     options = ["--tasks", str(tmp_path / "t.yaml"), "--ledger", str(tmp_path / "l.jsonl")]
     options += ["--report", str(tmp_path / "r.md")]

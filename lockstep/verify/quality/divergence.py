@@ -88,20 +88,40 @@ def kl(p: Any, q: Any) -> float:
 def interval(
     values: Sequence[float], groups: Sequence[int], confidence: float
 ) -> tuple[float, float]:
-    """Bootstrap interval of the mean, resampling whole groups (texts): positions of one text
-    depend on one another."""
+    """Interval of the mean of values in groups (texts): values of one group depend on one another.
+
+    The hull of two: the bootstrap that resamples whole groups, and Student's t of the groups' part
+    in the mean (the linearised ratio; Cochran, "Sampling Techniques", 1977, 6.3). Of few groups
+    the bootstrap alone is far too narrow: it missed on one side in 34% of samples of two texts,
+    and in 16% of eight. One group says nothing of others: minus to plus infinity.
+    """
     names = sorted(set(groups))
     sums = dict.fromkeys(names, 0.0)
     counts = dict.fromkeys(names, 0)
     for value, group in zip(values, groups, strict=True):
         sums[group] += value
         counts[group] += 1
+    count = len(names)
+    if count < 2:
+        return -math.inf, math.inf
+    from scipy.special import stdtrit  # slow to import
+
     drawn = np.random.default_rng(0).integers(len(names), size=(RESAMPLES, len(names)))
     totals = np.array([sums[name] for name in names])[drawn].sum(axis=1)
     sizes = np.array([counts[name] for name in names])[drawn].sum(axis=1)
     side = (1.0 - confidence) / 2
     means = totals / sizes
-    return float(np.quantile(means, side)), float(np.quantile(means, 1.0 - side))
+    mean = fmean(values)
+    rest = np.array([sums[name] - mean * counts[name] for name in names])
+    error = math.sqrt(count / (count - 1) * float(rest @ rest)) / len(values)
+    reach = float(stdtrit(count - 1, 1.0 - side)) * error
+    low, high = np.quantile(means, [side, 1.0 - side])
+    return min(float(low), mean - reach), max(float(high), mean + reach)
+
+
+def bounds(low: float, high: float) -> list[float] | None:
+    """An interval for a record, which cannot hold infinities: None for one without bounds."""
+    return [low, high] if math.isfinite(high - low) else None
 
 
 def judge(
@@ -159,7 +179,7 @@ def judge(
     head = ["position", "positions", "mean KL", "99%", "largest", "flips", "loss of the text"]
     figures = {
         "kl_mean": mean,
-        "kl_interval": [low, high],
+        "kl_interval": bounds(low, high),
         "kl_max": largest,
         "flips": fmean(flips),
         "positions": len(values),

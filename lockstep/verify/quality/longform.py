@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from lockstep.verify.drift.measure import repetition_of
-from lockstep.verify.quality.divergence import interval
+from lockstep.verify.quality.divergence import bounds, interval
 from lockstep.verify.quality.subject import Scored, Subject, Writing
 from lockstep.verify.quality.tasks import Item, Limits, LongForm
 from lockstep.verify.report import Section
@@ -121,7 +121,7 @@ def judge(
     figures = {
         "early_excess": _mean(early),
         "late_excess": _mean(late),
-        "late_interval": [late_low, late_high],
+        "late_interval": bounds(late_low, late_high),
         "repetition": _mean(repeats),
         "grows": grown_low > 0,
     }

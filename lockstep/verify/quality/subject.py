@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import httpx
 
 from lockstep.types import LockstepError, SamplingParams
-from lockstep.verify.endpoint import Endpoint, bearer
+from lockstep.verify.endpoint import Endpoint
 from lockstep.verify.probe import ProbeRequest
 from lockstep.verify.quality.tasks import Item
+from lockstep.verify.reply import SHOWN, number, refusal
 
 if TYPE_CHECKING:
     from lockstep.llm import LLM
@@ -165,11 +167,6 @@ class HTTPSubject:
         self._endpoint = Endpoint(
             url, model, api_key, timeout, connections=AT_ONCE, transport=transport
         )
-        self._client = httpx.AsyncClient(
-            headers=bearer(api_key),
-            timeout=timeout,
-            transport=transport,
-        )
         self._slots = asyncio.Semaphore(AT_ONCE)
 
     @property
@@ -186,7 +183,6 @@ class HTTPSubject:
         trace: TracebackType | None,
     ) -> None:
         await self._endpoint.close()
-        await self._client.aclose()
 
     async def score(self, texts: Sequence[tuple[Item, str]]) -> list[Scored]:
         """As `Subject.score`."""
@@ -207,11 +203,22 @@ class HTTPSubject:
         }
         async with self._slots:
             try:
-                reply = await self._client.post(f"{self._endpoint.url}/completions", json=body)
-                reply.raise_for_status()
-                return _of_echo(reply.json(), len(item.prompt), len(item.prompt + text))
-            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-                raise SubjectError(f"{self.name} does not score prompts: {error!r}") from None
+                status, content = await self._endpoint.post("/completions", body)
+                if status != httpx.codes.OK:
+                    raise ValueError(refusal(status, content, 0.0).error)
+                return _of_echo(json.loads(content), len(item.prompt), len(item.prompt + text))
+            # Whatever a foreign server nests where, a field of another kind fails as one of these.
+            except (
+                httpx.HTTPError,
+                TimeoutError,
+                ValueError,
+                LookupError,
+                TypeError,
+                AttributeError,
+                RecursionError,
+            ) as error:
+                said = str(error) or type(error).__name__
+                raise SubjectError(f"{self.name} does not score prompts: {said[:SHOWN]}") from None
 
     async def write(self, items: Sequence[Item], how: Writing) -> list[str]:
         """As `Subject.write`."""
@@ -244,7 +251,15 @@ def _of_echo(body: Any, start: int, end: int) -> Scored:
     rows = zip(
         reported["tokens"], reported["token_logprobs"], tops, reported["text_offset"], strict=True
     )
-    inside = [(t, p, top or {}) for t, p, top, offset in rows if start <= offset < end]
+    inside = [
+        (
+            str(token),
+            None if value is None else number(value),
+            {str(other): number(one) for other, one in (top or {}).items()},
+        )
+        for token, value, top, offset in rows
+        if start <= offset < end
+    ]
     if not inside or any(p is not None and not math.isfinite(p) for _, p, _ in inside):
         raise ValueError("no finite logprobs of the prompt")
     tokens, logprobs, alternatives = zip(*inside, strict=True)
