@@ -49,7 +49,7 @@ $(VENV)/.dev: $(VENV)/.run
 
 setup: $(VENV)/.dev ## create .venv with everything that running, testing and checking needs
 
-demo: $(VENV)/.run ## serve SmolLM2 here, ask it a dozen questions at once, compare the bits
+demo: $(VENV)/.run ## serve SmolLM2 here: a dozen questions at once, a judge beside the answers, the bits compared
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(VENV)/.dev ## run the whole test suite (ARGS="-k name" to choose)
