@@ -221,9 +221,7 @@ def parse(text: str, folder: Path = Path()) -> Rule:
         RuleError: as `load`.
     """
     if len(text) > MOST_TEXT:
-        raise RuleError(
-            f"{len(text)} characters, at most {MOST_TEXT}: put requests into a file"
-        )
+        raise RuleError(f"{len(text)} characters, at most {MOST_TEXT}: put requests into a file")
     try:
         value = yaml.load(text, Loader=_OnceLoader)
         values = _count(value, {})
