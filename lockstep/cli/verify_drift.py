@@ -39,8 +39,8 @@ ModelOption = Annotated[str, typer.Option("--model", help="As requests name it; 
 KeyOption = Annotated[
     str, typer.Option("--api-key-env", help="Environment variable that holds the API key.")
 ]
-Timeout = Annotated[float, typer.Option(help="Seconds that one request may take.")]
-Concurrency = Annotated[int, typer.Option(help="Requests at once.")]
+Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds that one request may take.")]
+Concurrency = Annotated[int, typer.Option(min=1, help="Requests at once.")]
 
 
 def watch(
@@ -51,10 +51,10 @@ def watch(
     state: Annotated[
         Path | None, typer.Option(help="What is known so far; by default beside the baseline.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Stop after so many; 0 never stops.")] = 0,
-    interval: Annotated[float, typer.Option(help="Seconds between rounds.")] = 3600.0,
+    rounds: Annotated[int, typer.Option(min=0, help="Stop after so many; 0 never stops.")] = 0,
+    interval: Annotated[float, typer.Option(min=0.0, help="Seconds between rounds.")] = 3600.0,
     confirm: Annotated[
-        float, typer.Option(help="Seconds to the next round after a suspicious one.")
+        float, typer.Option(min=0.0, help="Seconds to the next round after a suspicious one.")
     ] = 30.0,
     alpha: Annotated[
         float, typer.Option(help="The chance that an unchanged server ever causes an alarm.")
@@ -63,7 +63,10 @@ def watch(
         bool,
         typer.Option(help="Equal requests get equal answers here, so any difference is a change."),
     ] = False,
-    baseline_rounds: Annotated[int, typer.Option(help="Rounds of a new baseline.")] = 64,
+    baseline_rounds: Annotated[int, typer.Option(min=12, help="Rounds of a new baseline.")] = 64,
+    baseline_interval: Annotated[
+        float, typer.Option(min=0.0, help="Seconds between its rounds: 1350 spread 64 over a day.")
+    ] = 0.0,
     passive: Annotated[
         bool, typer.Option(help="Ask nothing: read the counters at /metrics of the server.")
     ] = False,
@@ -71,7 +74,8 @@ def watch(
         list[str] | None, typer.Option(help="With --passive: a further server; may be repeated.")
     ] = None,
     learn: Annotated[
-        int, typer.Option(help="With --passive: events from which a rate learns what is normal.")
+        int,
+        typer.Option(min=1, help="With --passive: events from which a rate learns what is normal."),
     ] = 500,
     model: ModelOption = "",
     api_key_env: KeyOption = "",
@@ -88,7 +92,12 @@ def watch(
         typer.Option(help="Prometheus metrics as a text file.", rich_help_panel=_TELL),
     ] = None,
     webhook: Annotated[
-        str, typer.Option(help="POST a JSON message for what is new.", rich_help_panel=_TELL)
+        str,
+        typer.Option(
+            envvar="LOCKSTEP_WATCH_WEBHOOK",
+            help="POST a JSON message for what is new.",
+            rich_help_panel=_TELL,
+        ),
     ] = "",
 ) -> None:
     """Has a server changed since a good day? Asks thirty short questions a round.
@@ -107,6 +116,7 @@ def watch(
     from lockstep.verify.endpoint import Endpoint
 
     key = key_from(api_key_env)
+    check_urls(url, *(also or []))
 
     async def run(stack: ExitStack) -> Status:
         async with httpx.AsyncClient(timeout=30.0) as client:
@@ -138,7 +148,9 @@ def watch(
             async with Endpoint(
                 url, model, key, timeout, connections=concurrency, transport=transport
             ) as endpoint:
-                known = await _baseline(endpoint, baseline, baseline_rounds, concurrency)
+                known = await _baseline(
+                    endpoint, baseline, baseline_rounds, concurrency, baseline_interval
+                )
                 path = state or baseline.with_suffix(".state.json")
                 monitor = Monitor(default_probes(), known, alpha=alpha, exact=exact)
                 if path.exists():
@@ -161,7 +173,17 @@ def watch(
     raise typer.Exit(EXIT_CODES[status.state.value])
 
 
-async def _baseline(endpoint: Endpoint, path: Path, count: int, concurrency: int) -> Baseline:
+def check_urls(*urls: str) -> None:
+    """Refuse what is no url, or holds a password, before it stands in a record."""
+    from lockstep.verify.endpoint import api_base
+
+    for url in urls:
+        api_base(url)
+
+
+async def _baseline(
+    endpoint: Endpoint, path: Path, count: int, concurrency: int, pause: float
+) -> Baseline:
     """The file's, or a new one."""
     from lockstep.progress import progress_bar, wanted
     from lockstep.verify.drift.baseline import Baseline, take_baseline
@@ -174,7 +196,7 @@ async def _baseline(endpoint: Endpoint, path: Path, count: int, concurrency: int
     await endpoint.model()  # a server that is not there has no good day
     with progress_bar(wanted(None), "baseline", 1.0) as advance:
         known = await take_baseline(
-            rounds(endpoint, probes, concurrency),
+            rounds(endpoint, probes, concurrency, pause=pause),
             probes,
             count,
             endpoint.name,
@@ -238,13 +260,16 @@ def provider(
     key_a: Annotated[str, typer.Option(help="Environment variable with A's API key.")] = "",
     key_b: Annotated[str, typer.Option(help="Environment variable with B's API key.")] = "",
     alpha: Annotated[
-        float, typer.Option(help="The chance that equal providers are called different.")
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="The chance that equal providers are called different."
+        ),
     ] = 0.01,
     tolerance: Annotated[
-        float, typer.Option(help="Nats; smaller differences are other arithmetic.")
+        float, typer.Option(min=0.0, help="Nats; smaller differences are other arithmetic.")
     ] = 0.1,
-    longest: Annotated[int, typer.Option(help="Words of the longest prompt.")] = 4096,
-    draws: Annotated[int, typer.Option(help="Draws of one token from either side.")] = 200,
+    longest: Annotated[int, typer.Option(min=1, help="Words of the longest prompt.")] = 4096,
+    draws: Annotated[int, typer.Option(min=1, help="Draws of one token from either side.")] = 200,
     timeout: Timeout = 120.0,
     concurrency: Concurrency = 8,
     ledger: LedgerPath = DEFAULT_LEDGER,
@@ -261,6 +286,7 @@ def provider(
     from lockstep.verify.provider.check import check_provider, report_of
     from lockstep.verify.provider.findings import Finding, overall
 
+    check_urls(a, b)
     settings = {"alpha": alpha, "tolerance": tolerance, "longest": longest, "draws": draws}
 
     async def run() -> tuple[list[Finding], str, str]:
@@ -323,6 +349,7 @@ def quality(
     from lockstep.verify.quality.tasks import load
 
     asked = load(tasks)
+    check_urls(*(name for name in (base, changed) if name.startswith(("http://", "https://"))))
     settings = options.engine_settings(
         dtype=dtype,
         device=device,

@@ -2,7 +2,8 @@
 
 Every statistic grows with the distance, so that only large values speak for a change. A statistic
 that a round cannot give (no readable answer, no logprobs reported) is left out of it: what
-could not be read says nothing about a change.
+what could not be read says nothing about a change. So is one of which a single answer is missing:
+the sum or the mean of the others is another statistic, which the baseline's rounds do not have.
 """
 
 from __future__ import annotations
@@ -42,6 +43,12 @@ _GATHER: dict[str, Callable[[Sequence[float]], float]] = {  # of a round's value
     MEAN: fmean,
     LENGTH: fmean,
     REPETITION: fmean,
+}
+_KINDS: dict[Kind, tuple[str, ...]] = {  # to which an answer adds, beside its own distance
+    Kind.TOKEN: (ORDER,),
+    Kind.TOOL: (TOOLS,),
+    Kind.JSON: (OBJECTS,),
+    Kind.TEXT: (ORDER, LENGTH, REFUSAL, REPETITION),
 }
 _REFUSES = re.compile(
     r"\b(i'?m sorry|i am sorry|i can(no|')t (help|assist|provide|do)|i won'?t|"
@@ -186,23 +193,31 @@ def statistics_of(
     """
     found: dict[str, float] = {}
     gathered: dict[str, list[float]] = {name: [] for name in STREAMS}
+    missing: set[str] = set()
     for probe in probes:
-        reading = readings.get(probe.name)
-        if reading is None or probe.name not in references:
+        if probe.name not in references:
             continue
         reference = references[probe.name]
+        kind = LARGEST if probe.kind is Kind.TOKEN and reference.logprobs else ANSWERS
+        reading = readings.get(probe.name)
+        if reading is None:
+            missing |= {kind, *_KINDS[probe.kind]}
+            continue
         own = distance(reading, probe, reference)
-        if own is not None:
+        if own is None:
+            missing.add(kind)
+        else:
             found[PROBE + probe.name] = own
-            kind = LARGEST if probe.kind is Kind.TOKEN and reference.logprobs else ANSWERS
             gathered[kind].append(own if kind is LARGEST else float(own > 0))
         wrong = misordered(reading)
         if wrong is not None:
             gathered[ORDER].append(wrong)
         _gather(gathered, probe, reading, reference)
     gathered[MEAN] = gathered[LARGEST]
+    if LARGEST in missing:
+        missing.add(MEAN)
     for name, values in gathered.items():
-        if values:
+        if values and name not in missing:
             found[name] = float(_GATHER.get(name, sum)(values))
     if REFUSAL in found:
         found[REFUSAL] = abs(found[REFUSAL])

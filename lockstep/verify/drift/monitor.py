@@ -27,7 +27,7 @@ from lockstep.verify.drift.baseline import (
 )
 from lockstep.verify.drift.measure import PROBE, STREAMS, statistics_of
 from lockstep.verify.drift.probes import Probe
-from lockstep.verify.drift.routing import Routing
+from lockstep.verify.drift.routing import MOST_REPLICAS, Routing
 from lockstep.verify.drift.sequential import Floats, Stream, Wealth, discoveries
 from lockstep.verify.probe import Reading
 from lockstep.verify.statistics import clopper_pearson
@@ -37,7 +37,7 @@ ALPHA = 0.01
 KINDS, PROBES, REPLICAS = 0.4, 0.3, 0.3  # of the weights
 UNREADABLE = "unreadable"
 REPLICA, EXACT = "replica/", "exact/"
-MOST_REPLICAS = 1000
+MOST_FINGERPRINTS = 1000
 
 
 class State(StrEnum):
@@ -142,7 +142,8 @@ class Monitor:
         self.answered += len(readings)
         self._last = (len(each) - len(readings), len(each))
         self.unread_total += self._last[0]
-        self._fingerprints |= {reading.fingerprint for reading in readings.values()} - {""}
+        new = {one.fingerprint for one in readings.values()} - self._fingerprints - {""}
+        self._fingerprints |= set(sorted(new)[: MOST_FINGERPRINTS - len(self._fingerprints)])
         for name, one in each.items():
             self.routing.saw(name, one.replica)
         self._unreadable.observe(float(self._last[0]))

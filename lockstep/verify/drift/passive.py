@@ -31,11 +31,13 @@ from lockstep.verify.drift.publish import Publisher
 from lockstep.verify.drift.routing import Routing
 from lockstep.verify.drift.sequential import Wealth
 from lockstep.verify.drift.watch import now
+from lockstep.verify.endpoint import MAX_REPLY_BYTES
 from lockstep.verify.statistics import upper_bound
 
 FORMAT = "lockstep-passive-1"
 LEARN = 500  # events
 MOST_RATES = 1000
+PATIENCE = 30.0  # seconds for a page, to its last byte
 # Alternatives: this far from the bound to 1.
 _TOWARDS_ONE = np.array([0.003, 0.01, 0.03, 0.1, 0.25, 0.5, 0.9])
 
@@ -285,12 +287,20 @@ def _counts(page: str | None) -> dict[str, Count]:
 
 async def scrape(client: httpx.AsyncClient, url: str) -> str | None:
     """A server's page; None where it could not be read."""
+    content = bytearray()
     try:
-        reply = await client.get(metrics_url(url))
-        reply.raise_for_status()
-    except (httpx.HTTPError, httpx.InvalidURL):
+        async with (
+            asyncio.timeout(PATIENCE),
+            client.stream("GET", metrics_url(url)) as reply,
+        ):
+            reply.raise_for_status()
+            async for piece in reply.aiter_bytes():
+                content += piece
+                if len(content) > MAX_REPLY_BYTES:
+                    return None
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
         return None
-    return reply.text
+    return content.decode("utf-8", "replace")
 
 
 def metrics_url(url: str) -> str:

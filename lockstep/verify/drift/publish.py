@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from lockstep.verify.drift.sequential import Wealth
 
 PREFIX = "lockstep_watch_"
 KEPT = 100  # messages to a webhook that does not answer
+PATIENCE = 30.0  # seconds for one of them
 
 
 class Watched(Protocol):
@@ -158,14 +160,24 @@ class Webhook:
             self._pending.append(message(status, self._source, self._told[0], time))
             self._told = news
         while self._pending:
-            try:
-                reply = await self._client.post(self._url, json=self._pending[0])
-                reply.raise_for_status()
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
-                self.failure = f"webhook: {type(error).__name__} {error}".strip()
+            self.failure = await self._post(self._pending[0])
+            if self.failure:
                 return
-            self.failure = ""
             self._pending.popleft()
+
+    async def _post(self, body: dict[str, Any]) -> str:
+        """What went wrong, "" if nothing did. Shows no url: those of chats are secrets.
+
+        Follows no redirect and reads no answer, so nobody can be made to fetch anything else.
+        """
+        try:
+            async with (
+                asyncio.timeout(PATIENCE),
+                self._client.stream("POST", self._url, json=body, follow_redirects=False) as reply,
+            ):
+                return "" if reply.is_success else f"webhook: status {reply.status_code}"
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+            return f"webhook: {type(error).__name__}"
 
 
 class Publisher:
@@ -229,7 +241,9 @@ def describe(status: Status) -> str:
     if status.unread:
         parts.append(f"{status.unread} of {status.asked} answers unreadable")
     if status.new_fingerprints:
-        parts.append(f"new fingerprint {', '.join(status.new_fingerprints)}")
+        shown = ", ".join(name[:60] for name in status.new_fingerprints[:3])
+        more = len(status.new_fingerprints) - 3
+        parts.append(f"new fingerprint {shown}" + (f" and {more} more" if more > 0 else ""))
     return "; ".join(parts)
 
 

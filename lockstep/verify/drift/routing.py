@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+MOST_REPLICAS = 1000  # whose names are kept: a header may name every reply otherwise
+
 
 class Routing:
     """Counts of consecutive answers to one probe. Mutable.
@@ -22,7 +24,7 @@ class Routing:
 
     def saw(self, probe: str, replica: str) -> None:
         """Note an answer; "" is a replica that cannot be seen."""
-        if not replica:
+        if not replica or (replica not in self.seen and len(self.seen) >= MOST_REPLICAS):
             return
         self.seen[replica] += 1
         before = self._last.get(probe)

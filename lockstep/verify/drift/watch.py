@@ -43,11 +43,16 @@ async def ask_round(
 
 
 async def rounds(
-    source: Source, probes: tuple[Probe, ...], concurrency: int = CONCURRENCY, first: int = 0
+    source: Source,
+    probes: tuple[Probe, ...],
+    concurrency: int = CONCURRENCY,
+    first: int = 0,
+    pause: float = 0.0,
 ) -> AsyncIterator[Round]:
-    """Round after round without a pause, for a baseline."""
+    """Round after round with so many seconds between them, for a baseline."""
     while True:
         yield await ask_round(source, probes, first, concurrency)
+        await asyncio.sleep(pause)
         first += 1
 
 
