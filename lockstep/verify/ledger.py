@@ -110,10 +110,10 @@ def _missing_details(path: Path, records: list[Record]) -> Iterator[str]:
     for record in records:
         details = record.get("details")
         if isinstance(details, dict):
-            file = details_folder(path) / str(details["file"])
+            file = details_folder(path) / str(details.get("file"))
             if not file.is_file():
                 yield f"record {record['seq']}: its details {file} are gone"
-            elif sha256(file.read_bytes()).hexdigest() != details["sha256"]:
+            elif sha256(file.read_bytes()).hexdigest() != details.get("sha256"):
                 yield f"record {record['seq']}: its details {file} were changed"
 
 
@@ -281,21 +281,26 @@ class PastRun:
 
 def past_runs(records: tuple[Record, ...]) -> list[PastRun]:
     """The runs of a ledger in the order of their beginning."""
-    ends = {record["run"]: record for record in records if record.get("kind") == ENDED}
+    # A record that was tampered with may lack any field; it is shown as far as it goes.
+    ends = {str(record.get("run")): record for record in records if record.get("kind") == ENDED}
     found = []
     for record in records:
         if record.get("kind") == STARTED:
-            end = ends.get(record["run"], {})
+            began, command, subject, rule = (
+                str(record.get(name, "")) for name in ("time", "command", "subject", "rule")
+            )
+            end = ends.get(str(record.get("run")), {})
+            figures = end.get("figures")
             found.append(
                 PastRun(
-                    record["run"],
-                    record["time"],
-                    record["command"],
-                    record["subject"],
-                    record["rule"],
+                    str(record.get("run", "")),
+                    began,
+                    command,
+                    subject,
+                    rule,
                     str(end.get("verdict", "")),
                     str(end.get("reason", "")),
-                    end.get("figures", {}),
+                    figures if isinstance(figures, dict) else {},
                     record,
                 )
             )

@@ -51,8 +51,9 @@ class Tally:
         them as differences of B, the lower one as differences of A.
         """
         of = self.requests
-        high = paired_excess(self.more + self.unread, self.less, of, confidence).high
-        low = paired_excess(self.more, self.less + self.unread, of, confidence).low
+        # By the exact criterion a request may be counted and unread at once.
+        high = paired_excess(min(of, self.more + self.unread), self.less, of, confidence).high
+        low = paired_excess(self.more, min(of, self.less + self.unread), of, confidence).low
         return Interval(low, high)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import httpx
 import pytest
@@ -12,11 +14,15 @@ import pytest
 from lockstep.verify.difference import gaps
 from lockstep.verify.drift.measure import logprob_distance
 from lockstep.verify.endpoint import Endpoint, EndpointError, ProbeRequest
-from lockstep.verify.probe import ToolCall
+from lockstep.verify.ledger import GENESIS, check, past_runs
+from lockstep.verify.ledger_report import report_of
+from lockstep.verify.probe import Reading, ToolCall, Usage
+from lockstep.verify.provider.check import check_provider
 from lockstep.verify.provider.sampling import goodness_of_fit
 from lockstep.verify.reply import read, refusal
 from lockstep.verify.rule import RuleError, parse
 from lockstep.verify.scoring import is_json_object
+from lockstep.verify.verdict import Tally, Verdict
 
 DEEP = "[" * 100_000
 RULE = """
@@ -122,3 +128,74 @@ def test_aliases_that_unfold_without_end_are_refused_at_once() -> None:
         parse(RULE + bomb)
     shared = "requests: [{prompt: hi, extra: &e {x: 1}}, {prompt: ho, extra: *e}]"
     assert parse(RULE + shared).hash == parse(RULE + shared.replace("*e", "{x: 1}")).hash
+
+
+class _Busy:
+    """Always the same model; refuses a share of the requests because there are too many."""
+
+    name = "busy"
+
+    def __init__(self, share: float, error: str) -> None:
+        self._share, self._error, self._asked = share, error, 0
+
+    async def ask(self, request: ProbeRequest) -> Reading:
+        self._asked += 1
+        if self._asked * self._share % 1 < self._share:
+            return Reading(False, error=self._error)
+        value = -0.5 - crc32(str(request.messages).encode()) % 1000 / 500
+        calls = (ToolCall("now", "{}"),) if request.tools and request.tool_choice != "none" else ()
+        logprobs = (("a", value), ("b", math.log1p(-math.exp(value))))
+        text = "a" if (request.seed or 0) / 100 < math.exp(value) else "b"
+        usage = Usage(10, 1)
+        return Reading(True, text, ("a",), (value,), (logprobs,), "stop", calls, usage)
+
+
+@pytest.mark.parametrize(
+    "error", ["status 429: slow down", "status 503: busy", "timeout", "unreachable: ReadError"]
+)
+@pytest.mark.parametrize("share", [0.07, 0.6])
+async def test_a_provider_that_limits_requests_is_not_called_another_model(
+    share: float, error: str
+) -> None:
+    findings = await check_provider(_Busy(0.0, ""), _Busy(share, error), draws=100)
+    assert not [f.name for f in findings if f.verdict is Verdict.FAIL]
+    undecided = [f.name for f in findings if f.verdict is Verdict.UNDECIDABLE]
+    assert "context length" in undecided
+    if share > 0.5:
+        assert {"next-token distributions", "function calls"} <= set(undecided)
+
+
+async def test_a_refusal_of_long_prompts_still_is_one() -> None:
+    class Short(_Busy):
+        async def ask(self, request: ProbeRequest) -> Reading:
+            if len(str(request.messages)) > 3000:
+                return Reading(False, error="status 400: the prompt is too long")
+            return await super().ask(request)
+
+    findings = await check_provider(_Busy(0.0, ""), Short(0.0, ""), draws=100)
+    assert [f.name for f in findings if f.verdict is Verdict.FAIL] == ["context length"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "run.started"},
+        {"kind": "run.started", "run": ["x"], "time": 1},
+        {"kind": "run.ended", "run": "x", "figures": 3, "details": {}},
+        {"kind": ["run.ended"], "details": {"file": "..", "sha256": 1}},
+    ],
+)
+def test_a_forged_record_is_a_finding_and_no_crash(tmp_path: Path, fields: dict[str, Any]) -> None:
+    path = tmp_path / "l.jsonl"
+    record = {"seq": 0, "previous": GENESIS, "hash": "0", **fields}
+    path.write_text(json.dumps(record) + "\n")
+    checked = check(path)
+    assert "line 1: it was changed" in checked.problems[0]
+    assert len(past_runs(checked.records)) == (fields["kind"] == "run.started")
+    assert report_of(path, checked).sections
+
+
+def test_a_request_that_is_unread_and_counted_has_bounds() -> None:
+    """A drift of probabilities is not transitive: A may part from itself and from no B alone."""
+    bounds = Tally(requests=1, own=1, cross=0, more=0, less=1, unread=1).excess(0.95)
+    assert -1.0 <= bounds.low <= bounds.high <= 1.0

@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 
 from lockstep.verify.endpoint import ProbeRequest, Reading, Source
-from lockstep.verify.provider.findings import Finding
+from lockstep.verify.provider.findings import Finding, passing
 from lockstep.verify.provider.fingerprint import in_turns
 from lockstep.verify.report import Section
 from lockstep.verify.statistics import clopper_pearson, percent, sign_test
@@ -106,10 +106,15 @@ def failure(case: Case, reading: Reading) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """Failures by case, "" for those that passed; attempt i of A and of B had the same seed."""
+    """Failures by case, "" for those that passed; attempt i of A and of B had the same seed.
+
+    Attributes:
+        unread: pairs left out, because one of the two met a limit of requests or no server.
+    """
 
     a: dict[str, list[str]]
     b: dict[str, list[str]]
+    unread: Sequence[str] = ()
 
 
 async def call_functions(
@@ -120,7 +125,8 @@ async def call_functions(
     progress: Callable[[], None] = lambda: None,
 ) -> Attempts:
     """Ask every case of both sides."""
-    found = Attempts({}, {})
+    unread: list[str] = []
+    found = Attempts({}, {}, unread)
     for case in CASES:
         requests = [
             ProbeRequest(
@@ -134,8 +140,13 @@ async def call_functions(
             for seed in range(attempts)
         ]
         left, right = await in_turns(a, b, requests)
-        found.a[case.name] = [failure(case, reading) for reading in left]
-        found.b[case.name] = [failure(case, reading) for reading in right]
+        pairs = list(zip(left, right, strict=True))
+        whole = [pair for pair in pairs if not any(map(passing, pair))]
+        unread += [one.error for pair in pairs for one in pair if passing(one)][
+            : len(pairs) - len(whole)
+        ]
+        found.a[case.name] = [failure(case, one) for one, _ in whole]
+        found.b[case.name] = [failure(case, other) for _, other in whole]
         progress()
     return found
 
@@ -154,6 +165,9 @@ def judge(found: Attempts, alpha: float) -> Finding:
         for one, other in zip(found.a[case], found.b[case], strict=True)
     ]
     total = len(pairs)
+    if not total or len(found.unread) > total:
+        reason = f"{len(found.unread)} attempts could not be read: {found.unread[0]}"
+        return Finding(name, Verdict.UNDECIDABLE, reason, Section(name, [reason]))
     failed = {"A": sum(bool(x) for x, _ in pairs), "B": sum(bool(y) for _, y in pairs)}
     only = {
         "A": sum(bool(x) and not y for x, y in pairs),
@@ -171,6 +185,8 @@ def judge(found: Attempts, alpha: float) -> Finding:
     better = "B" if worse == "A" else "A"
     p_value = min(1.0, 2 * sign_test(only[worse], only[better]))
     shown = ", ".join(f"{s} {failed[s]} of {total} ({rates[s]})" for s in failed)
+    if found.unread:
+        shown += f"; {len(found.unread)} attempts could not be read: {found.unread[0]}"
     if all(failed[side] == total for side in failed):
         verdict, reason = Verdict.UNDECIDABLE, f"neither side calls functions: {pairs[0][0]}"
     elif p_value <= alpha:

@@ -18,7 +18,7 @@ from enum import StrEnum
 
 from lockstep.verify.drift.measure import first_logprobs, logprob_distance
 from lockstep.verify.endpoint import ProbeRequest, Reading, Source
-from lockstep.verify.provider.findings import Finding
+from lockstep.verify.provider.findings import Finding, passing
 from lockstep.verify.report import Section
 from lockstep.verify.verdict import Verdict
 
@@ -95,7 +95,8 @@ async def look(source: Source, words: int) -> Length:
         ]
         for reading in (first, other, again):
             if not reading.ok:
-                return Length(words, 0, Seen.REFUSED, 0, reading.error)
+                seen = Seen.UNCLEAR if passing(reading) else Seen.REFUSED
+                return Length(words, 0, seen, 0, reading.error)
         tokens = first.usage.prompt_tokens if first.usage is not None else 0
         recalled += sum(
             word in reading.text.lower() for word, reading in zip(pair, (first, other), strict=True)
@@ -163,6 +164,9 @@ def judge(found: tuple[Sequence[Length], Sequence[Length]]) -> Finding:
         verdict, reason = Verdict.FAIL, cut[0]
     elif any(one.seen is Seen.UNCLEAR for one in (*a, *b)):
         verdict, reason = Verdict.UNDECIDABLE, "the fact's effect drowns in noise at some lengths"
+        errors = [one.error for one in (*a, *b) if one.seen is Seen.UNCLEAR and one.error]
+        if errors:
+            reason = f"some lengths could not be read: {errors[0]}"
     elif a[0].seen is not Seen.SEEN:
         verdict, reason = Verdict.UNDECIDABLE, f"no length could be read: {a[0].error}"
     else:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.verify.probe import Reading
 from lockstep.verify.report import Section
 from lockstep.verify.verdict import Verdict
 
@@ -26,6 +27,14 @@ class Finding:
     reason: str
     section: Section
     figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+def passing(reading: Reading) -> bool:
+    """Whether an answer failed for a reason that may be gone in a minute, and tells nothing of
+    the model: a limit of requests, an overload, no connection."""
+    return not reading.ok and reading.error.startswith(
+        ("timeout", "unreachable", "status 429", "status 502", "status 503", "status 504")
+    )
 
 
 def overall(findings: Iterable[Finding]) -> tuple[Verdict, str]:

@@ -30,6 +30,7 @@ from lockstep.verify.verdict import Verdict
 Floats = NDArray[np.float64]
 
 REPEATS = 5
+FEWEST = 10  # prompts that both sides must answer every time
 SAMPLES = 12  # a prompt, where no logprobs are reported
 PERMUTATIONS = 2000
 RESAMPLES = 2000
@@ -103,8 +104,8 @@ async def compare_distributions(
             continue
         sides.append((probe.name, answers))
         matrices.append(_distances([*answers[0], *answers[1]], logprobs=logprobs))
-    if not matrices:
-        return "no prompt was answered by both sides every time"
+    if len(matrices) < min(FEWEST, len(probes)):
+        return f"{len(matrices)} of {len(probes)} prompts were answered by both sides every time"
     return _compare(matrices, sides, logprobs=logprobs, seed=seed)
 
 
