@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 
 from lockstep.async_llm import AsyncLLM
 from lockstep.decide_rows.rows import Row
 from lockstep.decide_rows.run import Decided
-from lockstep.decisions import GatedCompletion
+from lockstep.decisions import Gated, GatedCompletion
 from lockstep.decisions.asking import GateArguments, gated_requests
 from lockstep.engine.client import EngineState
-from lockstep.types import SamplingParams
+from lockstep.types import Request, SamplingParams
+
+LONG_TEXT = 100_000
+"""Characters from which a row is tokenised beside the loop, one at a time: a megabyte takes
+seconds, in which no other row could go on, and hundreds of megabytes of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +25,7 @@ class Decider:
     llm: AsyncLLM
     gate: GateArguments
     params: SamplingParams
+    _long: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
 
     def check(self) -> None:
         """Refuse at once what no row could be served with.
@@ -36,9 +42,16 @@ class Decider:
     async def __call__(self, row: Row) -> Decided:
         """See `Run.decide`."""
         llm = self.llm
-        _, (gated,), requests = gated_requests(
-            llm.builder, llm.branches, row.given, self.params, self.gate
-        )
+        if row.characters < LONG_TEXT:
+            gated, requests = self._requests(row)
+        else:
+            async with self._long:
+                gated, requests = await asyncio.to_thread(self._requests, row)
         (stream,) = await llm.submit(requests, begins=[gated.begins])
         completion = await stream.completion()
         return Decided(GatedCompletion.of(gated, completion), stream.answer.prompt_tokens)
+
+    def _requests(self, row: Row) -> tuple[Gated, list[Request]]:
+        builder, branches = self.llm.builder, self.llm.branches
+        _, (gated,), requests = gated_requests(builder, branches, row.given, self.params, self.gate)
+        return gated, requests

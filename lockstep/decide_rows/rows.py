@@ -38,12 +38,13 @@ class Row:
 
     Attributes:
         line: its number in the file, from 1. id: its own, as it stood.
-        given: a plain prompt, or a conversation.
+        given: a plain prompt, or a conversation. characters: of its line, about.
     """
 
     line: int
     id: str | int | None
     given: str | Conversation
+    characters: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +99,12 @@ class Rows:
                     field="messages",
                     id=own,
                 )
-            return Row(line, own, messages)
+            return Row(line, own, messages, len(text))
         prompt = _filled(self.template, fields, own)
         if not self.chat and not self.system:
-            return Row(line, own, prompt)
+            return Row(line, own, prompt, len(text))
         before = [{"role": "system", "content": self.system}] if self.system else []
-        return Row(line, own, [*before, {"role": "user", "content": prompt}])
+        return Row(line, own, [*before, {"role": "user", "content": prompt}], len(text))
 
 
 def _fields(text: bytes) -> dict[str, Any]:

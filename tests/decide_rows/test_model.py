@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep.decide_rows import Rows, Run, Summary, decide_file
-from lockstep.decide_rows.model import Decider
+from lockstep.decide_rows import model as decider_module
+from lockstep.decide_rows.model import LONG_TEXT, Decider
 from lockstep.decisions import Choice
 from lockstep.decisions.asking import GateArguments
 from lockstep.places import Places
@@ -89,3 +91,36 @@ def test_what_fits_no_row_is_refused_before_the_first(tmp_path: Path) -> None:
         return found
 
     assert asyncio.run(fields()) == [field for _, field in gates]
+
+
+def test_a_long_row_is_read_beside_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long rows are read in another thread, one at a time; short ones are not kept waiting."""
+    long = "answer " * (LONG_TEXT // 7 + 1)
+    rows: list[object] = [{"text": long}, {"text": long}, {"text": "answer"}]
+    here, at_work, most = threading.get_ident(), 0, 0
+    threads: list[tuple[int, bool]] = []
+    read = decider_module.gated_requests
+
+    def watched(builder: Any, branches: Any, given: Any, *more: Any) -> Any:
+        nonlocal at_work, most
+        at_work += 1
+        most = max(most, at_work)
+        threads.append((len(given), threading.get_ident() == here))
+        try:
+            return read(builder, branches, given, *more)
+        finally:
+            at_work -= 1
+
+    monkeypatch.setattr(decider_module, "gated_requests", watched)
+    gate: GateArguments = {"prefix": "> ", "options": ["a", "b"], "continue_if": ["a", "b"]}
+    _, found = decide(tmp_path, rows, gate)
+    assert [row.get("error", {}).get("code") for row in found] == [
+        "context_length_exceeded",
+        "context_length_exceeded",
+        None,
+    ]
+    assert {on_loop for length, on_loop in threads if length > LONG_TEXT // 2} == {False}
+    assert (6, True) in threads
+    assert most <= 2  # a long row, and a short one beside it
