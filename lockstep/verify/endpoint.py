@@ -15,7 +15,7 @@ import httpx
 
 from lockstep.types import Completion, LockstepError, SamplingParams, TokenLogprob
 from lockstep.verify.probe import ProbeRequest, Reading, ToolCall, Usage
-from lockstep.verify.reply import SHOWN, read, refusal
+from lockstep.verify.reply import SHOWN, loads, read, refusal
 
 if TYPE_CHECKING:
     from lockstep.llm import LLM
@@ -167,10 +167,10 @@ class Endpoint:
             async with asyncio.timeout(self._timeout):
                 reply = await self._client.get(f"{self.url}/models")
             reply.raise_for_status()
-            names = [str(one["id"]) for one in reply.json()["data"]]
+            names = [str(one["id"]) for one in loads(reply.content)["data"]]
         except TimeoutError:
             raise EndpointError(f"{self.url}/models: timeout") from None
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise EndpointError(f"{self.url}/models: {_said(error)}") from None
         if len(names) != 1:
             served = ", ".join(names) or "none"

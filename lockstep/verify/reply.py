@@ -18,11 +18,32 @@ class Unreadable(ValueError):
     """A reply that is not what the API says; names what is wrong with it."""
 
 
+def loads(content: bytes) -> Any:
+    """The JSON value of a reply. A lone surrogate, which JSON may hold and no file, terminal or
+    metric can, becomes its escape as text: it still differs from every other one.
+
+    Raises:
+        ValueError, RecursionError: it is none.
+    """
+    body = json.loads(content)
+    return _printable(body) if b"\\ud" in content.lower() else body
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, list):
+        return [_printable(one) for one in value]
+    if isinstance(value, dict):
+        return {_printable(name): _printable(one) for name, one in value.items()}
+    return value
+
+
 def refusal(status: int, content: bytes, seconds: float) -> Reading:
     """The reading of a status other than 200: the server's own message, if it has one."""
     text = content.decode("utf-8", "replace").strip()
     try:
-        error = json.loads(text)["error"]
+        error = loads(content)["error"]
         text = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, LookupError, TypeError, RecursionError):
         pass
@@ -41,7 +62,7 @@ def read(content: bytes, *, chat: bool, seconds: float) -> Reading:
 
 def _read(content: bytes, chat: bool, seconds: float) -> Reading:
     try:
-        body = json.loads(content)
+        body = loads(content)
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"not JSON: {error}") from None
     choices = _get(body, "choices", list)

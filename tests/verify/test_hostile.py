@@ -62,6 +62,18 @@ def test_json_that_is_nested_too_deep_is_no_json() -> None:
     assert read(DEEP.encode(), chat=True, seconds=0.0).error.startswith("unreadable: not JSON")
 
 
+def test_lone_surrogates_can_be_printed_and_still_differ() -> None:
+    def of(escape: str) -> Reading:
+        body = f'{{"choices": [{{"text": "x{escape}"}}], "system_fingerprint": "{escape}"}}'
+        return read(body.encode(), chat=False, seconds=0.0)
+
+    one, other, pair = of("\\ud800"), of("\\uDFFF"), of("\\ud83d\\ude00")
+    assert one.text == "x\\ud800"
+    assert other.text == other.fingerprint.join(["x", ""]) == "x\\udfff"
+    assert pair.text == "x\N{GRINNING FACE}"
+    assert refusal(500, b'{"error": "\\ud800"}', 0.0).error == "status 500: \\ud800"
+
+
 def test_tokens_that_both_sides_rule_out_are_no_distance() -> None:
     one = {"a": -0.1, "b": -math.inf}
     assert logprob_distance(one, dict(one)) == 0.0

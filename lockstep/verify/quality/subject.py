@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from lockstep.types import LockstepError, SamplingParams
 from lockstep.verify.endpoint import Endpoint
 from lockstep.verify.probe import ProbeRequest
 from lockstep.verify.quality.tasks import Item
-from lockstep.verify.reply import SHOWN, number, refusal
+from lockstep.verify.reply import SHOWN, loads, number, refusal
 
 if TYPE_CHECKING:
     from lockstep.llm import LLM
@@ -206,7 +205,7 @@ class HTTPSubject:
                 status, content = await self._endpoint.post("/completions", body)
                 if status != httpx.codes.OK:
                     raise ValueError(refusal(status, content, 0.0).error)
-                return _of_echo(json.loads(content), len(item.prompt), len(item.prompt + text))
+                return _of_echo(loads(content), len(item.prompt), len(item.prompt + text))
             # Whatever a foreign server nests where, a field of another kind fails as one of these.
             except (
                 httpx.HTTPError,
