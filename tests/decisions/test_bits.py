@@ -64,7 +64,7 @@ def test_the_input_is_read_once(llm: LLM) -> None:
     llm.decide(TEXT, QUESTIONS[:3])
     after = llm.stats()
     inquiry = inquire(llm._builder, TEXT, QUESTIONS[:3])
-    suffixes = sum(asked.suffix_tokens for asked in inquiry.asked)
+    suffixes = inquiry.input_tokens - inquiry.context_tokens
     asked = 3 * inquiry.context_tokens + suffixes
     assert after.prompt_tokens - before.prompt_tokens == asked
     assert after.computed_tokens - before.computed_tokens <= inquiry.context_tokens + suffixes

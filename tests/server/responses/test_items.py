@@ -250,10 +250,10 @@ def test_a_long_body_is_read_at_once() -> None:
         [{"role": "user"}] * 8000,
     ]
     for body in bodies:
-        start = time.perf_counter()
+        start = time.process_time()
         with contextlib.suppress(ValidationError, RequestError):
             messages_of(None, read_json(body))
-        assert time.perf_counter() - start < 0.5
+        assert time.process_time() - start < 0.5
 
 
 def test_what_parse_adds_is_taken_and_dropped() -> None:
