@@ -51,7 +51,7 @@ def decide(
     ] = "",
     branch: Annotated[
         str,
-        typer.Option(help="NAME=PATH of a trained branch that decides.", rich_help_panel=_SOURCE),
+        typer.Option(help="NAME=FOLDER of a trained branch that decides.", rich_help_panel=_SOURCE),
     ] = "",
     question: Annotated[
         str,
@@ -225,7 +225,7 @@ def _branch(given: str) -> tuple[str, dict[str, str]]:
         return "", {}
     name, equals, folder = given.partition("=")
     if not (name and equals and folder):
-        raise typer.BadParameter(f"must be NAME=PATH, got {given!r}", param_hint="--branch")
+        raise typer.BadParameter(f"must be NAME=FOLDER, got {given!r}", param_hint="--branch")
     return name, {name: folder}
 
 

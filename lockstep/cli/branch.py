@@ -316,7 +316,7 @@ def show(branch: BranchFolder) -> None:
         "adapters": f"rank {described.rank}, scale {described.scale:g}: "
         + ", ".join(described.targets),
         "head": f"{described.head}: {', '.join(described.options)}",
-        "decides": described.instructions or "-",
+        **({"decides": described.instructions} if described.instructions else {}),
         "suffix": repr(described.suffix),
         "key": described.key,
         "trained on": f"{training.get('rows', '?')} rows of {training.get('data', '?')}, seed "
@@ -437,4 +437,6 @@ def _plot_reliability(console: Console, series: dict[str, dict[str, Any]], file:
     if plots.reliability(bins, file):
         console.print(f"{file}", soft_wrap=True)
     else:
-        console.print("no plot: matplotlib is not installed (pip install '.[branches]')")
+        console.print(
+            "no plot: matplotlib is not installed (pip install '.[branches]')", markup=False
+        )

@@ -76,7 +76,11 @@ class GateSpec:
         if self.prefix is not None and (self.question is not None or self.branch):
             raise RequestError("give prefix and options, or a question or branch", field="prefix")
         if self.prefix is None and self.options:
-            raise RequestError("options need a prefix", field="options")
+            raise RequestError(
+                "options need a prefix, the beginning of the reply that they continue; or ask a "
+                "question",
+                field="options",
+            )
         if self.prefix is None and self.question is None and not self.branch:
             raise RequestError("a gate needs a question, a branch or a prefix", field="question")
         if self.question is not None and not isinstance(self.question, Predicate | Choice | Score):

@@ -152,7 +152,8 @@ class Endpoint:
         await self._client.aclose()
 
     async def model(self) -> str:
-        """The name that requests carry; asks `/models` once if none was given.
+        """The name that requests carry; if none was given, asks `/models` once for the only one
+        that is served, adapters and branches of it aside.
 
         Raises:
             EndpointError: the server cannot be asked, or serves no or several models.
@@ -167,14 +168,26 @@ class Endpoint:
             async with asyncio.timeout(self._timeout):
                 reply = await self._client.get(f"{self.url}/models")
             reply.raise_for_status()
-            names = [str(one["id"]) for one in loads(reply.content)["data"]]
+            # One with a parent is an adapter, or a branch, of another that is served too.
+            names = [
+                str(one["id"]) for one in loads(reply.content)["data"] if not one.get("parent")
+            ]
         except TimeoutError:
             raise EndpointError(f"{self.url}/models: timeout") from None
-        except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as error:
+        except (
+            httpx.HTTPError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise EndpointError(f"{self.url}/models: {_said(error)}") from None
         if len(names) != 1:
             served = ", ".join(names) or "none"
-            raise EndpointError(f"{self.url} serves {served}: name one model")
+            raise EndpointError(
+                f"{self.url} serves {served}: name one model (--model, or in the rule)"
+            )
         return names[0]
 
     async def ask(self, request: ProbeRequest) -> Reading:

@@ -118,7 +118,7 @@ def test_what_no_row_could_be_served_with_is_refused_before_a_model_is_loaded(
         (["--prefix", "x", "--options", "a,b"], "continue_if"),
         (["--continue-if", "a"], "question, a branch or a prefix"),
         (["--continue-if", "a", "--prefix", "x", "--question", "y"], "give prefix and options"),
-        (["--continue-if", "a", "--branch", "judge"], "NAME=PATH"),
+        (["--continue-if", "a", "--branch", "judge"], "NAME=FOLDER"),
         ([*DECISION, "--threshold", "skip"], "OPTION=PROBABILITY"),
         ([*DECISION, "--options", '["a", 1]'], "list of strings"),
         ([*DECISION, "--gate", str(gate)], "all that is to be decided"),

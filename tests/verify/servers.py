@@ -98,7 +98,7 @@ class Vendor:
 
     Args:
         respond: (path, body) -> (status, JSON value or raw bytes).
-        models: names at `/v1/models`.
+        models: names at `/v1/models`. adapters: further entries there.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class Vendor:
     ) -> None:
         self.respond = respond
         self.models = models
+        self.adapters: list[dict[str, Any]] = []
         self.delay = delay
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
@@ -128,7 +129,7 @@ class Vendor:
             if not message.get("more_body"):
                 break
         self.headers.append({k.decode(): v.decode() for k, v in scope["headers"]})
-        status, value = 200, {"data": [{"id": name} for name in self.models]}
+        status, value = 200, {"data": [{"id": name} for name in self.models] + self.adapters}
         if scope["method"] == "POST":
             body = json.loads(content)
             self.bodies.append(body)

@@ -126,6 +126,9 @@ async def test_the_only_model_is_found_and_several_must_be_chosen_from() -> None
         await asyncio.gather(*(endpoint.ask(ProbeRequest(prompt=f"{i}")) for i in range(5)))
     assert {body["model"] for body in app.bodies} == {"model"}
     assert len(app.headers) == 6, "asked for models once"
+    app.adapters = [{"id": "judge", "parent": "model"}]
+    async with app.endpoint() as endpoint:
+        assert await endpoint.model() == "model"
     app.models = ("one", "two")
     async with app.endpoint() as endpoint:
         with pytest.raises(EndpointError, match="serves one, two: name one model"):
