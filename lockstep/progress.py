@@ -1,13 +1,16 @@
-"""Progress bars and Ctrl-C around a blocking call."""
+"""Progress, and Ctrl-C around a blocking call."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+LINE_SECONDS = 30.0
 
 
 def wanted(progress: bool | None) -> bool:
@@ -28,6 +31,24 @@ def progress_bar(shown: bool, title: str, total: float) -> Iterator[Callable[[fl
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done, description: bar.update(task, completed=done, description=description)
+
+
+@contextmanager
+def command_progress(title: str, total: float) -> Iterator[Callable[[float, str], None]]:
+    """Progress of a command's long work: a bar on a terminal, and in a log a line now and then."""
+    if sys.stderr.isatty():
+        with progress_bar(True, title, total) as advance:
+            yield advance
+        return
+    told = time.monotonic()
+
+    def tell(done: float, description: str) -> None:
+        nonlocal told
+        if time.monotonic() - told >= LINE_SECONDS:
+            told = time.monotonic()
+            print(f"{description} ({done / total:.0%})", file=sys.stderr, flush=True)
+
+    yield tell
 
 
 @contextmanager

@@ -98,15 +98,15 @@ def run(
 async def _run(
     llm: AsyncLLM, config: ServerConfig, file: Path, out: Path, endpoint: str
 ) -> Summary:
-    from lockstep.progress import progress_bar, wanted
+    from lockstep.progress import command_progress
     from lockstep.server import create_app
     from lockstep.server.batches.local import answer_file
 
     app = create_app(llm, config)
     try:
-        with progress_bar(wanted(None), "loading", 1.0) as advance:
+        with command_progress("loading", 1.0) as advance:
             await llm.start(lambda stage, done: advance(done, stage))
-        with progress_bar(wanted(None), "answering", 1.0) as advance:
+        with command_progress("answering", 1.0) as advance:
             return await answer_file(
                 app,
                 file,

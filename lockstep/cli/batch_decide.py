@@ -253,10 +253,10 @@ async def _run(
     from lockstep.decide_rows import Run, decide_file
     from lockstep.decide_rows.model import Decider
     from lockstep.places import Places
-    from lockstep.progress import progress_bar, wanted
+    from lockstep.progress import command_progress
 
     try:
-        with progress_bar(wanted(None), "loading", 1.0) as advance:
+        with command_progress("loading", 1.0) as advance:
             await llm.start(lambda stage, done: advance(done, stage))
         decider = Decider(llm, gate, params)
         decider.check()
@@ -278,7 +278,7 @@ async def _run(
             rate = (totals.rows - before[0]) / max(1e-9, time.monotonic() - begin)
             advance(part, f"{totals.rows} rows, {rate:.1f} a second, {totals.wrote} written")
 
-        with progress_bar(wanted(None), "deciding", 1.0) as advance:
+        with command_progress("deciding", 1.0) as advance:
             return await decide_file(run, shown)
     finally:
         await llm.close()

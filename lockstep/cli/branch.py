@@ -108,7 +108,7 @@ def train(
     from lockstep.branches.data import read_rows
     from lockstep.branches.package import check_folder
     from lockstep.branches.train import Recipe
-    from lockstep.progress import progress_bar, wanted
+    from lockstep.progress import command_progress
     from lockstep.settings import engine_config
 
     if out is None and not sweep_exit:
@@ -152,7 +152,7 @@ def train(
         cache_mb=cache_mb,
     )
     console = Console(highlight=False)
-    with progress_bar(wanted(None), "loading", 1.0) as advance:
+    with command_progress("loading", 1.0) as advance:
         trunk = Trunk(engine_config(base, **settings), lambda stage, done: advance(done, stage))
         if sweep_exit:
             _sweep(console, trunk, dataset, held, plan, exits, out, advance)
@@ -174,7 +174,7 @@ def train(
 
         from lockstep.branches.evaluate import check_served
 
-        with progress_bar(wanted(None), "serving", 1.0) as advance:
+        with command_progress("serving", 1.0) as advance:
             found = asyncio.run(
                 check_served(
                     base,
@@ -266,7 +266,7 @@ def evaluate(
     from lockstep.branch import read_branch
     from lockstep.branches.data import read_rows
     from lockstep.branches.evaluate import evaluate as run
-    from lockstep.progress import progress_bar, wanted
+    from lockstep.progress import command_progress
 
     described = read_branch(branch)
     names = described.options if described.head == "options" else ()
@@ -279,7 +279,7 @@ def evaluate(
         max_context=max_context,
         cache_mb=cache_mb,
     )
-    with progress_bar(wanted(None), "loading", 1.0) as advance:
+    with command_progress("loading", 1.0) as advance:
         report = asyncio.run(
             run(
                 base or described.base_name,

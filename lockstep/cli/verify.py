@@ -77,10 +77,10 @@ def compare(
 
 
 async def _compare(rule: Rule, a: Endpoint, b: Endpoint) -> Comparison:
-    from lockstep.progress import progress_bar, wanted
+    from lockstep.progress import command_progress
     from lockstep.verify.compare import compare as run
 
-    with progress_bar(wanted(None), "asking", 1.0) as advance:
+    with command_progress("asking", 1.0) as advance:
         async with a, b:
             return await run(
                 rule, a, b, lambda done, of: advance(done / of, f"{done} of {of} answers")
@@ -144,10 +144,10 @@ def noise(
 async def _noise(plan: Plan, endpoint: Endpoint) -> Noise:
     from dataclasses import replace
 
-    from lockstep.progress import progress_bar, wanted
+    from lockstep.progress import command_progress
     from lockstep.verify.noise import measure, without_unknown
 
-    with progress_bar(wanted(None), "asking", 1.0) as advance:
+    with command_progress("asking", 1.0) as advance:
         async with endpoint:
             await endpoint.model()  # a server that is not there is not asked all of that
             found = await measure(

@@ -185,7 +185,7 @@ async def _baseline(
     endpoint: Endpoint, path: Path, count: int, concurrency: int, pause: float
 ) -> Baseline:
     """The file's, or a new one."""
-    from lockstep.progress import progress_bar, wanted
+    from lockstep.progress import command_progress
     from lockstep.verify.drift.baseline import Baseline, take_baseline
     from lockstep.verify.drift.probes import default_probes
     from lockstep.verify.drift.watch import now, rounds
@@ -194,7 +194,7 @@ async def _baseline(
     if path.exists():
         return Baseline.load(path, probes)
     await endpoint.model()  # a server that is not there has no good day
-    with progress_bar(wanted(None), "baseline", 1.0) as advance:
+    with command_progress("baseline", 1.0) as advance:
         known = await take_baseline(
             rounds(endpoint, probes, concurrency, pause=pause),
             probes,
