@@ -52,7 +52,10 @@ class Served:
         self._log = folder / "log"
         arguments = json.dumps([name, hang_seconds, engine or {}, settings])
 
-        def limit() -> None:
+        def prepare() -> None:
+            # As under a terminal, also where the suite runs under nohup: a server leaves a
+            # SIGHUP alone that whoever started it ignores.
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
             if files:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
 
@@ -62,7 +65,7 @@ class Served:
                 stderr=log,
                 cwd=REPOSITORY,
                 env={**os.environ, "TMPDIR": str(self.temporary)},
-                preexec_fn=limit,
+                preexec_fn=prepare,
             )
         self.pid = self.child.pid
 
