@@ -55,10 +55,7 @@ def render_input(
     Raises:
         RequestError: empty, no text or conversation, or the template's complaint.
     """
-    if isinstance(given, str):
-        if not given:
-            raise RequestError(f"{field} must not be empty", field=field)
-        given = [{"role": "user", "content": given}]
+    given = _conversation(given, field)
     try:
         return _render(builder, given, tools, template_arguments or {}, field)
     except RequestError as error:
@@ -70,6 +67,15 @@ def _about(field: str, error: RequestError) -> RequestError:
     if error.field != "messages":
         return error
     return RequestError(str(error).replace("messages", field, 1), field=field, code=error.code)
+
+
+def _conversation(given: str | Conversation, field: str) -> Conversation:
+    """A text is one message of the user."""
+    if not isinstance(given, str):
+        return given
+    if not given:
+        raise RequestError(f"{field} must not be empty", field=field)
+    return [{"role": "user", "content": given}]
 
 
 def _render(
@@ -181,10 +187,7 @@ def context_ids(
     Raises:
         RequestError: empty, no text or conversation, or the template's complaint.
     """
-    if isinstance(given, str):
-        if not given:
-            raise RequestError(f"{field} must not be empty", field=field)
-        given = [{"role": "user", "content": given}]
+    given = _conversation(given, field)
     try:
         if builder.tokenizer.chat_template is None:
             return builder.encode("\n\n".join(map(_plain, given)), field=field)

@@ -19,6 +19,7 @@ import numpy as np
 
 from lockstep.verify.drift.replica import ReplicaTransport
 from lockstep.verify.endpoint import Endpoint
+from tests.verify.servers import whole_body
 
 Body = dict[str, Any]
 Reply = tuple[int, Any]
@@ -169,12 +170,7 @@ class FaultProxy:
     ) -> None:
         if scope["type"] != "http":
             return
-        content = b""
-        while True:
-            message = await receive()
-            content += message.get("body", b"")
-            if not message.get("more_body"):
-                break
+        content = await whole_body(receive)
         status, value, replica = await self._pass(scope["method"], scope["path"], content)
         raw = value if isinstance(value, bytes) else json.dumps(value).encode()
         headers = [(b"content-type", b"application/json"), (b"x-replica", replica.encode())]

@@ -93,6 +93,16 @@ def changed(prompts: set[str], at: int = 3) -> Script:
     return script
 
 
+async def whole_body(receive: Callable[[], Awaitable[Any]]) -> bytes:
+    """The body of an ASGI request."""
+    content = b""
+    while True:
+        message = await receive()
+        content += message.get("body", b"")
+        if not message.get("more_body"):
+            return content
+
+
 class Vendor:
     """An ASGI application that speaks OpenAI's HTTP as other servers do.
 
@@ -122,12 +132,7 @@ class Vendor:
     ) -> None:
         if scope["type"] != "http":
             return
-        content = b""
-        while True:
-            message = await receive()
-            content += message.get("body", b"")
-            if not message.get("more_body"):
-                break
+        content = await whole_body(receive)
         self.headers.append({k.decode(): v.decode() for k, v in scope["headers"]})
         status, value = 200, {"data": [{"id": name} for name in self.models] + self.adapters}
         if scope["method"] == "POST":
