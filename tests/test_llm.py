@@ -265,6 +265,15 @@ def test_threads_share_the_engine(llm: LLM) -> None:
 
 
 def test_ctrl_c_cancels_between_steps() -> None:
+    # As at a terminal, also where the suite runs in the background of a shell, which ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        _interrupt_between_steps()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupt_between_steps() -> None:
     with make(latency=0.01) as llm:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):

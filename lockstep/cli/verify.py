@@ -149,7 +149,6 @@ async def _noise(plan: Plan, endpoint: Endpoint) -> Noise:
 
     with command_progress("asking", 1.0) as advance:
         async with endpoint:
-            await endpoint.model()  # a server that is not there is not asked all of that
             found = await measure(
                 await without_unknown(plan, endpoint),
                 endpoint,
