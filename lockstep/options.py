@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.types import TokenLogprob
+from lockstep.types import SamplingParams, TokenLogprob
 
 Path = tuple[int, ...]
 
@@ -28,6 +28,18 @@ class Probe:
 
     path: Path
     wanted: tuple[int, ...]
+
+
+def reading(path: Path, wanted: tuple[int, ...]) -> SamplingParams:
+    """How a request reads a probe: the wanted logprobs at every row of the path and behind it.
+    The id that is drawn for that is of no account."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        seed=0,
+        prompt_logprobs=0 if path else None,
+        logprob_token_ids=wanted,
+    )
 
 
 def shortest(sequences: Sequence[Path]) -> list[Path]:

@@ -122,7 +122,8 @@ def decide(
     from lockstep.decisions import GateSpec
     from lockstep.types import SamplingParams
 
-    name, folders = _branch(branch)
+    folders = options.branch_folders([branch] if branch else None)
+    name = next(iter(folders), "")
     if gate_file is None:
         gate = _gate(continue_if, prefix, choices, question, threshold)
         if name:
@@ -217,16 +218,6 @@ def _gate_of(file: Path) -> GateArguments:
         "options": spec.options,
         "threshold": spec.threshold,
     }
-
-
-def _branch(given: str) -> tuple[str, dict[str, str]]:
-    """Name of the branch that decides, and the folder that it is loaded from."""
-    if not given:
-        return "", {}
-    name, equals, folder = given.partition("=")
-    if not (name and equals and folder):
-        raise typer.BadParameter(f"must be NAME=FOLDER, got {given!r}", param_hint="--branch")
-    return name, {name: folder}
 
 
 def _names(option: str, given: str) -> list[str]:

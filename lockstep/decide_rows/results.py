@@ -7,8 +7,6 @@ failure leaves, is cut off when the file is opened again.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import time
 from collections import Counter
@@ -21,6 +19,7 @@ import msgspec
 
 from lockstep.decide_rows.rows import Row
 from lockstep.decisions import Decision, GatedCompletion
+from lockstep.durable import hold
 from lockstep.types import RequestError
 
 SYNC_SECONDS = 1.0
@@ -146,7 +145,7 @@ class Results:
         self.totals = Totals()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            self._hold()
+            hold(self._file, path)
             self._size = self._recover()
             os.ftruncate(self._file, self._size)
         except BaseException:
@@ -191,15 +190,6 @@ class Results:
         if time.monotonic() - self._synced > SYNC_SECONDS:
             os.fsync(self._file)
             self._synced = time.monotonic()
-
-    def _hold(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno != errno.EAGAIN:
-                raise
-            message = f"{self._path} is being written by another call"
-            raise RequestError(message, field="out") from None
 
     def _recover(self) -> int:
         """Count the whole rows; where the last of them ends."""

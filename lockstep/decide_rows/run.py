@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -22,6 +21,7 @@ from typing import NamedTuple
 from lockstep.decide_rows.results import Result, Results, Totals
 from lockstep.decide_rows.rows import BadRow, Row, Rows
 from lockstep.decisions import GatedCompletion
+from lockstep.durable import sync_folder
 from lockstep.engine.client import EngineUnavailable
 from lockstep.outputs import GenerationError
 from lockstep.places import Places
@@ -114,7 +114,7 @@ async def decide_file(run: Run, progress: Progress) -> Summary:
         part.unlink()
         raise RequestError(f"{run.rows.path} has no rows", field="file")
     part.rename(run.out)
-    _sync(run.out.absolute().parent)
+    sync_folder(run.out.absolute().parent)
     return Summary(results.totals, resumed, cached)
 
 
@@ -214,12 +214,3 @@ async def _digest(file: Path, salt: str) -> tuple[str, int]:
         return await asyncio.to_thread(read)
     finally:
         stop.set()
-
-
-def _sync(folder: Path) -> None:
-    """A new name in a folder outlives a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,11 +16,11 @@ from typing import Protocol
 from lockstep.decisions.decision import OptionScores
 from lockstep.decisions.questions import Choice, Question
 from lockstep.decisions.render import Context, question_text, render_input, suffix_ids
-from lockstep.options import Path, Probe, hidden_by, probes, read, shortest
+from lockstep.options import Path, Probe, hidden_by, probes, read, reading, shortest
 from lockstep.outputs import GenerationError
 from lockstep.requests import Conversation, RequestBuilder
 from lockstep.text import Tokenizer
-from lockstep.types import Completion, Request, RequestError, SamplingParams
+from lockstep.types import Completion, Request, RequestError
 
 
 class Asked(Protocol):
@@ -85,16 +85,9 @@ class AskedTokens:
         return map(self._request, self.probes)
 
     def _request(self, probe: Probe) -> Request:
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=1,
-            seed=0,
-            prompt_logprobs=0 if probe.path else None,
-            logprob_token_ids=probe.wanted,
-        )
         return self.builder.build(
             (*self.prompt, *probe.path),
-            params,
+            reading(probe.path, probe.wanted),
             priority=self.priority,
             score_from=len(self.prompt) if probe.path else 1,
         )

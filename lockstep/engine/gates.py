@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.branch import Branch
 from lockstep.engine.routes import Route
-from lockstep.options import Probe, choose, log_softmax, normalise, read, total_mass
+from lockstep.options import Probe, choose, log_softmax, normalise, read, reading, total_mass
 from lockstep.types import (
     Gate,
     GateOutcome,
@@ -106,16 +106,9 @@ def judge_request(request: Request, gate: Gate, index: int) -> Request:
     """The request that reads one probe; `decisions` asks alike without a gate."""
     probe = gate.probes[index]
     begins = len(request.prompt) + len(probe.suffix)
-    if gate.branch:
-        params = SamplingParams(max_tokens=0, seed=0)
-    else:
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=1,
-            seed=0,
-            prompt_logprobs=0 if probe.path else None,
-            logprob_token_ids=probe.wanted,
-        )
+    params = SamplingParams(max_tokens=0, seed=0)
+    if not gate.branch:
+        params = reading(probe.path, probe.wanted)
     return Request(
         request.id,
         (*request.prompt, *probe.suffix, *probe.path),

@@ -17,8 +17,8 @@ from typing import NamedTuple, Self
 
 import msgspec
 
+from lockstep.durable import sync_folder
 from lockstep.server.batches.lines import Row
-from lockstep.server.batches.store import sync_folder
 
 
 class Tokens(NamedTuple):

@@ -8,8 +8,6 @@ a changed input begins anew.
 from __future__ import annotations
 
 import asyncio
-import errno
-import fcntl
 import hashlib
 import os
 import threading
@@ -21,6 +19,7 @@ from pathlib import Path
 import msgspec
 from fastapi import FastAPI
 
+from lockstep.durable import hold, sync_folder
 from lockstep.engine.client import EngineState
 from lockstep.lines import read_lines
 from lockstep.places import Places
@@ -31,7 +30,6 @@ from lockstep.server.batches.inprocess import InProcess, batch_endpoints
 from lockstep.server.batches.journal import Journal
 from lockstep.server.batches.lines import ENVELOPE_BYTES, RowError, Source
 from lockstep.server.batches.results import ordered_rows
-from lockstep.server.batches.store import sync_folder
 from lockstep.server.batches.threads import stoppable, to_the_end
 from lockstep.server.generation import Service
 from lockstep.types import RequestError
@@ -160,12 +158,8 @@ def _alone(part: Path) -> Iterator[None]:
     """Keep a second call away from the same results."""
     descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        hold(descriptor, part)
         yield
-    except OSError as error:
-        if error.errno == errno.EAGAIN:
-            raise RequestError(f"{part} is being written by another call", field="out") from None
-        raise
     finally:
         os.close(descriptor)
 

@@ -27,6 +27,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from lockstep.config import ConfigError
+from lockstep.durable import sync_folder
 from lockstep.server.batches.objects import (
     BATCH_ID,
     ENDED,
@@ -339,15 +340,6 @@ def remove_abandoned(folder: Path, prefix: str) -> None:
             pass  # its server lives
         finally:
             os.close(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _check_unused(parts: Sequence[Path]) -> None:
