@@ -30,7 +30,7 @@ class Probe:
     wanted: tuple[int, ...]
 
 
-def reading(path: Path, wanted: tuple[int, ...]) -> SamplingParams:
+def probe_params(path: Path, wanted: tuple[int, ...]) -> SamplingParams:
     """How a request reads a probe: the wanted logprobs at every row of the path and behind it.
     The id that is drawn for that is of no account."""
     return SamplingParams(

@@ -16,7 +16,7 @@ from typing import Protocol
 from lockstep.decisions.decision import OptionScores
 from lockstep.decisions.questions import Choice, Question
 from lockstep.decisions.render import Context, question_text, render_input, suffix_ids
-from lockstep.options import Path, Probe, hidden_by, probes, read, reading, shortest
+from lockstep.options import Path, Probe, hidden_by, probe_params, probes, read, shortest
 from lockstep.outputs import GenerationError
 from lockstep.requests import Conversation, RequestBuilder
 from lockstep.text import Tokenizer
@@ -87,7 +87,7 @@ class AskedTokens:
     def _request(self, probe: Probe) -> Request:
         return self.builder.build(
             (*self.prompt, *probe.path),
-            reading(probe.path, probe.wanted),
+            probe_params(probe.path, probe.wanted),
             priority=self.priority,
             score_from=len(self.prompt) if probe.path else 1,
         )

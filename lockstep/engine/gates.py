@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.branch import Branch
 from lockstep.engine.routes import Route
-from lockstep.options import Probe, choose, log_softmax, normalise, read, reading, total_mass
+from lockstep.options import Probe, choose, log_softmax, normalise, probe_params, read, total_mass
 from lockstep.types import (
     Gate,
     GateOutcome,
@@ -108,7 +108,7 @@ def judge_request(request: Request, gate: Gate, index: int) -> Request:
     begins = len(request.prompt) + len(probe.suffix)
     params = SamplingParams(max_tokens=0, seed=0)
     if not gate.branch:
-        params = reading(probe.path, probe.wanted)
+        params = probe_params(probe.path, probe.wanted)
     return Request(
         request.id,
         (*request.prompt, *probe.suffix, *probe.path),
