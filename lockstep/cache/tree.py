@@ -11,6 +11,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lockstep.prefixes import common_prefix
+
 Tokens = tuple[int, ...]
 Key = tuple[int, str]
 """Of a component in a node: (group index, the group's own identity; "" for the trunk)."""
@@ -66,16 +68,6 @@ class Node:
         if found is None and key[1].startswith(LEFT_AT):
             return self.components.get((key[0], ""))
         return found
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    count = 0
-    for left, right in zip(a, b, strict=False):
-        if left != right:
-            break
-        count += 1
-    return count
 
 
 class PrefixTree:

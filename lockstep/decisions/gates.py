@@ -20,6 +20,7 @@ from lockstep.decisions.render import Context, context_ids, question_text, rende
 from lockstep.decisions.sources import label_paths, labels_of, option_paths, prefix_question
 from lockstep.options import Path, probes, shortest
 from lockstep.outputs import GenerationError
+from lockstep.prefixes import common_prefix
 from lockstep.requests import Conversation, RequestBuilder
 from lockstep.types import (
     Completion,
@@ -289,11 +290,7 @@ def _by_labels(
 ) -> Gated:
     question = spec.question
     assert question is not None
-    shared = 0
-    for own, other in zip(context.ids, ids, strict=False):
-        if own != other:
-            break
-        shared += 1
+    shared = common_prefix(context.ids, ids)
     if not shared or len(context.ids) - shared > MAX_REREAD or len(ids) - shared > MAX_REREAD:
         raise _not_alike()
     labels = labels_of(question)

@@ -23,11 +23,11 @@ from enum import Enum
 from itertools import islice
 
 from lockstep.cache import Match, PrefixCache, StepJournal, Want
-from lockstep.cache.tree import common_prefix
 from lockstep.config import BranchOptions, SchedulerConfig
 from lockstep.engine.queues import Queues
 from lockstep.engine.routes import Route, runs_of
 from lockstep.engine.sequence import Sequence, State
+from lockstep.prefixes import common_prefix
 from lockstep.runner.plan import PageCopy, TokenRun
 from lockstep.types import LockstepError
 

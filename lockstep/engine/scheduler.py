@@ -10,10 +10,10 @@ from collections import deque
 from dataclasses import replace
 
 from lockstep.cache import PrefixCache, StepJournal
-from lockstep.cache.tree import common_prefix
 from lockstep.config import BranchOptions, SchedulerConfig
 from lockstep.engine.filling import Draft, Filling
 from lockstep.engine.sequence import EVERYTHING, Sequence, State
+from lockstep.prefixes import common_prefix
 from lockstep.runner.plan import Plan, RunResult, StepResult, TokenRun
 from lockstep.text.grammar_matcher import GrammarState
 from lockstep.types import (

@@ -17,8 +17,8 @@ from lockstep.cache.groups import (
     make_groups,
 )
 from lockstep.cache.pool import PagePool
-from lockstep.cache.tree import common_prefix
 from lockstep.config import ConfigError
+from lockstep.prefixes import common_prefix
 from lockstep.types import LayerGroup
 from tests.cache.toys import Recurrent
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.cache.tree import Identity, PrefixTree, common_prefix
+from lockstep.cache.tree import Identity, PrefixTree
+from lockstep.prefixes import common_prefix
 
 HERE = Identity("model")
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=14)
