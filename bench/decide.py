@@ -22,8 +22,9 @@ import os
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.drive import Driven, drive
@@ -39,6 +40,7 @@ OUT = Path(__file__).resolve().parent / "out"
 PREFIX_TOKENS = 5  # of `{"decision": "`
 WRITE, SKIP = 0, 1
 SAMPLE = 64  # rows on which the threshold is chosen
+WARM = 512  # rows that go through every way untimed on a GPU: compiles, captures
 
 
 @dataclass(frozen=True)
@@ -204,8 +206,33 @@ def limit_of(work: Work, texts: int, layer_weights: int, head_weights: int, flop
     return 2 * (layer_weights * rows + head_weights * heads) / flops
 
 
+def table(
+    options: argparse.Namespace, found: dict[str, list[Way]], texts: int, least: float, flops: float
+) -> str:
+    """Of all that has been measured so far."""
+    base = statistics.median(way.seconds for way in found["gate"])
+    lines = [
+        f"{options.shape or 'SmolLM2-135M'}, bfloat16, {options.rows} rows of {options.tokens} "
+        f"tokens, {texts} written, {options.new} tokens each; {len(found['gate'])} rounds, "
+        f"medians; limit {least:.2f} s (matrix products at {flops / 1e9:.0f} GFLOP/s); load "
+        f"{os.getloadavg()[0]:.1f} at the end.",
+        "",
+        "| way | s | CPU s | rows/s | time, gate = 1 | rows computed | tokens written | limit |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, ways in found.items():
+        seconds = statistics.median(way.seconds for way in ways)
+        cpu = statistics.median(way.cpu for way in ways)
+        lines.append(
+            f"| {name} | {seconds:.2f} | {cpu:.2f} | {options.rows / seconds:.1f} "
+            f"| {seconds / base:.2f} | {ways[0].rows} | {ways[0].generated} "
+            f"| {100 * least / seconds:.0f}% |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> int:
-    """Run the ways in turn and print the table."""
+    """Run the ways in turn; the table is written anew after each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--tokens", type=int, default=64, help="of a row")
@@ -222,49 +249,49 @@ def main() -> int:
     model = runner.model
     head = model.lm_head.n * model.lm_head.k
     layers = model.weight_bytes // 2 - head * (1 if model.tied else 2)
-    found: dict[str, list[Way]] = {name: [] for name in WAYS}
+    out = Path(os.environ.get("OUT", OUT))
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"decide{'-' + options.shape if options.shape else ''}.md"
+    found: dict[str, list[Way]] = {}
     names = list(WAYS)
+    text = ""
     for number in range(options.rounds):
         work = make_work(options, engine.info.vocab_size, number)
         limit = threshold(engine, work)
+        if options.shape and not number:
+            warm(engine, work, limit)
+        # The gate goes first in the first round: the table needs it.
         for name in names[number % 3 :] + names[: number % 3]:
             engine.flush_cache()
             way = WAYS[name](engine, work, limit)
-            found[name].append(way)
+            found.setdefault(name, []).append(way)
             print(
-                f"  round {number + 1} {name:11} {way.seconds:8.2f} s, {way.cpu:8.2f} s CPU",
+                f"  round {number + 1} {name:11} {way.seconds:8.2f} s, {way.cpu:8.2f} s CPU, "
+                f"{way.steps} steps",
                 flush=True,
             )
+            count = int(statistics.median(len(way.texts) for way in found["gate"]))
+            least = limit_of(work, count, layers, head, flops)
+            text = table(options, found, count, least, flops)
+            path.write_text(text + "\n")
         first = found["gate"][-1].texts
         assert first == found["two passes"][-1].texts, "two passes decided or wrote otherwise"
         every = found["everything"][-1].texts
         assert first == {row: every[row] for row in first}, "texts moved"
-    texts = statistics.median(len(way.texts) for way in found["gate"])
-    least = limit_of(work, int(texts), layers, head, flops)
-    base = statistics.median(way.seconds for way in found["gate"])
-    lines = [
-        f"{options.shape or 'SmolLM2-135M'}, bfloat16, {options.rows} rows of {options.tokens} "
-        f"tokens, {int(texts)} written, {options.new} tokens each; {options.rounds} rounds, "
-        f"medians; matrix products {flops / 1e9:.0f} GFLOP/s; load {os.getloadavg()[0]:.1f} at "
-        "the end.",
-        "",
-        "| way | s | CPU s | rows/s | time, gate = 1 | rows computed | tokens written | limit |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, ways in found.items():
-        seconds = statistics.median(way.seconds for way in ways)
-        cpu = statistics.median(way.cpu for way in ways)
-        lines.append(
-            f"| {name} | {seconds:.2f} | {cpu:.2f} | {options.rows / seconds:.1f} "
-            f"| {seconds / base:.2f} | {ways[0].rows} | {ways[0].generated} "
-            f"| {100 * least / seconds:.0f}% |"
-        )
-    text = "\n".join(lines)
+        print(f"  {options.rows} decisions and {len(first)} texts are the same in all", flush=True)
     print("\n" + text)
-    OUT.mkdir(parents=True, exist_ok=True)
-    (OUT / f"decide{'-' + options.shape if options.shape else ''}.md").write_text(text + "\n")
     engine.close()
     return 0
+
+
+def warm(engine: Engine, work: Work, limit: float) -> None:
+    """Some rows through every way, so that no timed one compiles or captures."""
+    begin = time.perf_counter()
+    some = replace(work, prompts=work.prompts[:WARM])
+    for way in WAYS.values():
+        engine.flush_cache()
+        way(engine, some, limit)
+    print(f"warmed in {time.perf_counter() - begin:.1f} s", flush=True)
 
 
 if __name__ == "__main__":
