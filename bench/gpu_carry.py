@@ -17,7 +17,7 @@ from pathlib import Path
 PARTS = Path(".carry/smollm2")
 KEPT = Path("/tmp/lockstep-parts")
 TARGET = Path("/tmp/lockstep-smollm2.gguf")
-PART_BYTES = 50 << 20
+PART_BYTES = 47 << 20
 
 
 def cut() -> None:
