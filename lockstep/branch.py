@@ -148,6 +148,12 @@ class Branch:
                 raise BranchError(f"thresholds[{name!r}] must be in [0, 1], got {value!r}")
 
     @property
+    def stop(self) -> int:
+        """The layer at whose entrance the trunk's rows of a context may stop for this branch:
+        nothing that it reads lies above."""
+        return self.fork if self.adapt == "context" else self.exit
+
+    @property
     def key(self) -> str:
         """16 hex digits that tell apart any two branches that may decide differently."""
         text = json.dumps(
