@@ -33,6 +33,15 @@ class ModelError(LockstepError, ValueError):
     """A model that cannot be loaded: names the file, key or tensor at fault."""
 
 
+def lone_surrogate(text: str) -> int | None:
+    """Where `text` has half of a surrogate pair, which UTF-8 cannot hold; None without one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
+
+
 class FinishReason(StrEnum):
     """Why a sequence ended. The values are the OpenAI wire names where one exists."""
 
@@ -81,6 +90,9 @@ class Grammar:
             expression, a JSON list of texts, a grammar in Lark's EBNF.
         source: the text of it; a JSON Schema or a list of texts as JSON.
         name: what the client calls it, for errors.
+
+    Raises:
+        RequestError: an unknown kind, or a source that is no valid text.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
@@ -94,6 +106,12 @@ class Grammar:
             raise RequestError(
                 f"grammar: source must be a string, got {self.source!r}", field="grammar"
             )
+        if (place := lone_surrogate(self.source)) is not None:
+            raise RequestError(
+                f"grammar: source has a lone surrogate at character {place}: it is not valid "
+                "Unicode",
+                field="grammar",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +122,8 @@ class SamplingParams:
     temperature and truncation) unless `logprobs_mode` is "processed".
 
     Attributes:
-        temperature: 0 means greedy; any finite value >= 0.
-        top_k: 0 or -1 means off.
+        temperature: in [0, 1e6]; 0 means greedy.
+        top_k: at least -1; 0 or -1 means off.
         top_p: in [0, 1]; 0 keeps the most probable token only.
         min_p: in [0, 1]; tokens below min_p times the largest probability are dropped.
         presence_penalty, frequency_penalty: in [-2, 2], over generated tokens (OpenAI).
@@ -117,12 +135,18 @@ class SamplingParams:
         max_tokens: None means up to the context's end; 0 means score the prompt only.
         min_tokens: end-of-sequence and stop ids cannot be drawn before it.
         stop: texts that end generation; never part of the text unless
-            `include_stop_str_in_output`.
-        seed: None draws one per request; with a seed, equal requests give equal text.
+            `include_stop_str_in_output`. One text may stand alone.
+        stop_token_ids: ids that end generation, besides the model's own.
+        include_stop_str_in_output: the text ends with the stop text, or with that of the id,
+            that ended it.
+        ignore_eos: the model's own end-of-sequence ids are ordinary tokens.
+        seed: 64 bits, signed; None draws one per request; with a seed, equal requests give
+            equal text.
         n: number of choices; they share the prompt's pages and differ by choice index.
         logprobs: None, or how many alternatives to report at each generated position.
         prompt_logprobs: None, or how many alternatives at each prompt position.
         logprob_token_ids: ids whose exact logprob is reported at every reported position.
+        skip_special_tokens: control tokens have no text.
         grammar: what the generated text must look like; None leaves it free.
 
     Raises:
@@ -193,9 +217,15 @@ class SamplingParams:
         _finite("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _finite("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _finite("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
+        if not isinstance(self.logit_bias, dict):
             raise RequestError(
-                f"logit_bias must map at most {MAX_LOGIT_BIAS_ENTRIES} token ids to numbers",
+                f"logit_bias must map token ids to numbers, got {self.logit_bias!r}",
+                field="logit_bias",
+            )
+        if len(self.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias)} entries, at most "
+                f"{MAX_LOGIT_BIAS_ENTRIES} are allowed",
                 field="logit_bias",
             )
         for token, bias in self.logit_bias.items():

@@ -136,7 +136,7 @@ def to_lark(grammar: Grammar) -> str:
 
 
 def _check_size(kind: str, source: str, limit: int) -> None:
-    size = len(source.encode())
+    size = len(source.encode("utf-8", "surrogatepass"))  # `Grammar` refuses lone surrogates
     if size > limit:
         raise RequestError(
             f"grammar: {kind} of {size} bytes, at most {limit} are allowed", field="grammar"

@@ -26,7 +26,7 @@ class Function:
         strict: calls are held to the schema while they are written.
 
     Raises:
-        RequestError: a name or parameters that are none.
+        RequestError: a name, description or parameters that are none.
     """
 
     name: str
@@ -41,13 +41,28 @@ class Function:
                 f"got {self.name!r}",
                 field="tools",
             )
-        if self.parameters and self.parameters.get("type", "object") != "object":
+        if not isinstance(self.description, str):
             raise RequestError(
-                f"tools: the parameters of {self.name!r} must be a schema of type 'object', "
-                f"got {self.parameters['type']!r}",
+                f"tools: the description of {self.name!r} must be a text, "
+                f"got {self.description!r:.100}",
                 field="tools",
-                code="invalid_function_parameters",
             )
+        if not isinstance(self.parameters, Mapping):
+            raise self._wrong("", "be a JSON Schema", self.parameters)
+        if self.parameters.get("type", "object") != "object":
+            raise self._wrong("", "be a schema of type 'object'", self.parameters["type"])
+        # What the formats read of a schema, also where no grammar keeps the calls to it.
+        if not isinstance(self.parameters.get("properties") or {}, Mapping):
+            raise self._wrong(".properties", "be an object", self.parameters["properties"])
+        if not isinstance(self.parameters.get("required") or (), list | tuple):
+            raise self._wrong(".required", "be a list of names", self.parameters["required"])
+
+    def _wrong(self, where: str, wanted: str, found: object) -> RequestError:
+        return RequestError(
+            f"tools: the parameters{where} of {self.name!r} must {wanted}, got {found!r:.100}",
+            field="tools",
+            code="invalid_function_parameters",
+        )
 
     @property
     def schema(self) -> dict[str, Any]:

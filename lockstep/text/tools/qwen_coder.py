@@ -15,6 +15,7 @@ from lockstep.text.grammar import json_rule, literal
 from lockstep.text.tools.base import CallReader, Function
 from lockstep.text.tools.marked import END, START, MarkedFormat
 from lockstep.text.tools.rules import ANY_TEXT, Rules, any_of
+from lockstep.types import lone_surrogate
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
@@ -145,12 +146,18 @@ def _types(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     declared = schema.get("type")
-    types = {declared} if isinstance(declared, str) else set(declared or ())
-    for inner in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
+    types = {name for name in (declared, *_listed(declared)) if isinstance(name, str)}
+    for inner in (*_listed(schema.get("anyOf")), *_listed(schema.get("oneOf"))):
         types |= _types(inner)
-    if "enum" in schema and not types:
-        types = {"string"} if all(isinstance(v, str) for v in schema["enum"]) else set()
+    choices = _listed(schema.get("enum"))
+    if choices and not types and all(isinstance(choice, str) for choice in choices):
+        return {"string"}
     return types
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    """A list of a schema, which nobody has checked where the function is not strict."""
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _value(text: str, schema: Any) -> str:
@@ -160,9 +167,12 @@ def _value(text: str, schema: Any) -> str:
     if "string" in types and not (text.strip() == "null" and "null" in types):
         return json.dumps(text, ensure_ascii=False)
     try:
-        return json.dumps(json.loads(text, parse_constant=_refuse), ensure_ascii=False)
+        value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
+    written = json.dumps(value, ensure_ascii=False)
+    # An escape may stand for half of a surrogate pair, which no reply could be encoded with.
+    return written if lone_surrogate(written) is None else json.dumps(value)
 
 
 def _refuse(constant: str) -> None:

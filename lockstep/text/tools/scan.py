@@ -1,7 +1,8 @@
 """JSON a character at a time (RFC 8259): values, and calls that are written as objects.
 
 A line break or another control character inside a string, which models write and the
-standard forbids, is escaped in what comes out; anything else that is not JSON is refused.
+standard forbids, is escaped in what comes out, and so is half of a surrogate pair, which no
+reply could be encoded with; anything else that is not JSON is refused.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class JsonValue:
                 self._value_ends()
         elif character == "\\":
             self.state = State.ESCAPE
-        elif character < " ":
+        elif character < " " or "\ud800" <= character <= "\udfff":
             return json.dumps(character)[1:-1]
         return character
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config import REASONING_PARSERS, TOOL_PARSERS
+from lockstep.text.answer import AnswerFormat
 from lockstep.text.events import CallText, Text
 from lockstep.text.reasoning import THINK_MARKERS
 from lockstep.text.tools import Function
@@ -216,6 +217,34 @@ def test_what_models_write_beside_the_form(name: str, text: str, arguments: Any)
     assert found.content == ""
 
 
+HALF = "\\ud83d"  # of a surrogate pair: JSON may write it, UTF-8 cannot
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", f'<tool_call>{{"name":"now","arguments":{{"a":"{HALF}"}}}}</tool_call>'),
+        (
+            "hermes",
+            f'<tool_call>{{"name":"now","arguments":"{{\\"a\\":\\"{HALF}\\"}}"}}</tool_call>',
+        ),
+        ("llama3_json", f'{{"parameters":"{{\\"a\\":\\"{HALF}\\"}}","name":"now"}}'),
+        ("mistral_named", f'[TOOL_CALLS]now{{"a": "{HALF}"}}'),
+        ("qwen3_coder", f'<function=now><parameter=a>"{HALF}"</parameter></function>'),
+    ],
+)
+def test_half_of_a_surrogate_pair_stays_an_escape(name: str, text: str) -> None:
+    found = summary(read(text, answer_format(name), []))
+    [(_, arguments)] = found.calls
+    arguments.encode()  # as every reply is
+    assert json.loads(arguments) == {"a": "\ud83d"}
+
+
+def test_half_of_a_surrogate_pair_is_no_literal_of_python() -> None:
+    text = f'[now(a="{HALF}")]'
+    assert summary(read(text, answer_format("pythonic"), [])).content == text
+
+
 def test_text_between_calls_is_content() -> None:
     one = write("hermes", [("now", {})])
     found = summary(read(f" a \n{one}\n\n{one} b {one} c ", answer_format("hermes"), []))
@@ -272,3 +301,36 @@ def test_names_in_the_settings_are_those_that_exist() -> None:
 def test_a_function_needs_a_name(name: str) -> None:
     with pytest.raises(RequestError, match="function's name"):
         Function(name)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "complaint"),
+    [
+        ([1], r"parameters of 'f' must be a JSON Schema, got \[1\]"),
+        ({"type": "array"}, "parameters of 'f' must be a schema of type 'object', got 'array'"),
+        ({"properties": [1]}, r"parameters.properties of 'f' must be an object, got \[1\]"),
+        ({"required": 5}, "parameters.required of 'f' must be a list of names, got 5"),
+    ],
+)
+def test_a_function_needs_parameters_that_can_be_read(parameters: Any, complaint: str) -> None:
+    with pytest.raises(RequestError, match=complaint) as caught:
+        Function("f", "", parameters)
+    assert (caught.value.field, caught.value.code) == ("tools", "invalid_function_parameters")
+
+
+def test_a_function_needs_a_description_of_text() -> None:
+    with pytest.raises(RequestError, match="description of 'f' must be a text, got 5"):
+        Function("f", 5)  # type: ignore[arg-type]
+
+
+ODD = [5, True, {"type": 7}, {"type": ["string", 7]}, {"anyOf": 3, "oneOf": {}, "enum": 4}]
+
+
+@pytest.mark.parametrize("schema", ODD)
+def test_a_schema_that_nobody_keeps_is_no_reason_to_fail(schema: Any) -> None:
+    """Calls of functions that are not strict are read, whatever their schemas say."""
+    function = Function("now", "", {"properties": {"a": schema}})
+    for name in NAMES:
+        form = AnswerFormat(tools=FORMATS[name], functions=(function,))
+        found = summary(read(write(name, [("now", {"a": "x"})]), form, []))
+        assert [(call, json.loads(own)) for call, own in found.calls] == [("now", {"a": "x"})]
