@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lockstep.branch import BranchError
 from lockstep.config import cache_folder
+from lockstep.prefixes import common_prefix
 from lockstep.runner.plan import Plan, TokenRun
 from lockstep.runner.probe import Pages, Probe
 from lockstep.runner.runner import Runner
@@ -194,28 +195,66 @@ def _last_used(folder: Path) -> float:
 def trunk_rows(
     runner: Runner, examples: Sequence[Tokens], forks: Sequence[int], step_tokens: int
 ) -> Iterator[list[Tensor]]:
-    """Rows [n, D] at the entrance of each of the ascending `forks`, example after example."""
-    probe = Probe(runner)
-    step = 0
-    for batch in _batches(examples, step_tokens):
-        probe.reset()
-        pages = [probe.pages(len(example.ids)) for example in batch]
-        longest = max(len(example.ids) for example in batch)
-        found: list[list[list[Tensor]]] = [[[] for _ in forks] for _ in batch]
-        for start in range(0, longest, step_tokens):
-            step += 1
+    """Rows [n, D] at the entrance of each of the ascending `forks`, example after example.
+
+    Whole pages of tokens that all examples begin with (a system prompt) are computed once.
+    """
+    reader = _Reader(runner, forks, step_tokens)
+    shared = _shared(examples, runner.page_tokens)
+    lead: list[list[Tensor]] = [[] for _ in forks]
+    if shared:
+        (lead,) = reader.read([examples[0].ids[:shared]], [reader.probe.pages(shared)], 0)
+    for batch in _batches(examples, shared, step_tokens):
+        # A probe hands out the same pages again: those of the shared tokens keep their contents.
+        reader.probe.reset()
+        first = reader.probe.pages(shared)
+        pages = [_joined(first, reader.probe.pages(len(one.ids) - shared)) for one in batch]
+        for parts in reader.read([one.ids for one in batch], pages, shared):
+            yield [torch.cat([*before, *part]) for before, part in zip(lead, parts, strict=True)]
+
+
+class _Reader:
+    """Runs sequences through the trunk to the last of some forks and keeps rows at each."""
+
+    def __init__(self, runner: Runner, forks: Sequence[int], step_tokens: int) -> None:
+        self.runner, self.forks, self.step_tokens = runner, forks, step_tokens
+        self.probe = Probe(runner)
+        self._step = 0
+
+    def read(
+        self, sequences: Sequence[Sequence[int]], pages: Sequence[Pages], first: int
+    ) -> list[list[list[Tensor]]]:
+        """Rows from position `first` on, whose earlier ones lie in the pages already: of every
+        sequence and fork the tensors [n, D] of one step after the other.
+        """
+        found: list[list[list[Tensor]]] = [[[] for _ in self.forks] for _ in sequences]
+        longest = max(len(ids) for ids in sequences)
+        for start in range(first, longest, self.step_tokens):
+            self._step += 1
             runs: list[TokenRun] = []
-            for index, example in enumerate(batch):
-                ids = example.ids[start : start + step_tokens]
+            parts = [tuple(ids[start : start + self.step_tokens]) for ids in sequences]
+            for index, ids in enumerate(parts):
                 if ids:
-                    runs += _chain(index, ids, start, pages[index], forks, len(runs))
-            rows = iter(runner.rows(Plan(step, tuple(runs))) if runs else ())
-            for index, example in enumerate(batch):
-                ids = example.ids[start : start + step_tokens]
-                for place, fork in enumerate(forks if ids else ()):
-                    found[index][place].append(next(rows) if fork else _embedded(runner, ids))
-        for parts in found:
-            yield [torch.cat(part) for part in parts]
+                    runs += _chain(index, ids, start, pages[index], self.forks, len(runs))
+            rows = iter(self.runner.rows(Plan(self._step, tuple(runs))) if runs else ())
+            for index, ids in enumerate(parts):
+                for place, fork in enumerate(self.forks if ids else ()):
+                    row = next(rows) if fork else _embedded(self.runner, ids)
+                    found[index][place].append(row)
+        return found
+
+
+def _shared(examples: Sequence[Tokens], page_tokens: int) -> int:
+    """Tokens that all examples begin with, in whole pages; every example has more."""
+    first = examples[0].ids
+    count = min(len(example.ids) for example in examples) - 1
+    for example in examples:
+        count = min(count, common_prefix(first, example.ids))
+    return count - count % page_tokens
+
+
+def _joined(first: Pages, rest: Pages) -> Pages:
+    return tuple([*head, *tail] for head, tail in zip(first, rest, strict=True))
 
 
 def _chain(
@@ -242,12 +281,12 @@ def _embedded(runner: Runner, ids: Sequence[int]) -> Tensor:
     return runner.model.embed(torch.tensor(ids, dtype=torch.int32, device=runner.backend.device))
 
 
-def _batches(examples: Sequence[Tokens], step_tokens: int) -> Iterator[list[Tokens]]:
-    """As many whole examples as fit into a step; a longer one is alone."""
+def _batches(examples: Sequence[Tokens], shared: int, step_tokens: int) -> Iterator[list[Tokens]]:
+    """As many whole examples as fit into a step without what is shared; a longer one is alone."""
     batch: list[Tokens] = []
     size = 0
     for example in examples:
-        length = len(example.ids)
+        length = len(example.ids) - shared
         if batch and size + length > step_tokens:
             yield batch
             batch, size = [], 0

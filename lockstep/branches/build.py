@@ -271,7 +271,8 @@ def build(
     held_rows = tuple(parts.examples[i] for i in parts.held)
     learnt = [parts.examples[i] for i in parts.chosen]
     counts = _counts(learnt, branch)
-    record = training_record(plan.recipe, trained, data, len(learnt), counts, trunk.runner.info())
+    info = trunk.runner.info()
+    record = training_record(plan.recipe, trained, data, len(learnt), counts, info, layers.dtype)
     branch = replace(calibrated(branch, found, held_rows, plan.aim), training=record)
     branch = write_package(branch, trained.parameters, folder)
     return Built(branch, trained.parameters, held_rows, found)

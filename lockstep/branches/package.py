@@ -33,8 +33,13 @@ def training_record(
     rows: int,
     counts: dict[str, int],
     info: EngineInfo,
+    linears: torch.dtype,
 ) -> dict[str, Any]:
-    """What it takes to train a branch again, and on what machine its bits were made."""
+    """What it takes to train a branch again, and on what machine its bits were made.
+
+    Args:
+        linears: in which the trunk's matrices were multiplied (`Layers.dtype`).
+    """
     return {
         "data": data.path.name,
         "data_sha256": data.digest,
@@ -49,6 +54,7 @@ def training_record(
         "clip": recipe.clip,
         "losses": [round(loss, 5) for loss in trained.losses],
         "dtype": info.dtype,
+        "linears": str(linears).removeprefix("torch."),
         "backend": info.backend,
         "fingerprint": info.fingerprint,
         "processor": torch.backends.cpu.get_cpu_capability(),

@@ -28,7 +28,7 @@ from lockstep.branches.layers import Batch, Layers
 Progress = Callable[[int, int, str], None]
 
 PART = 8  # examples a part
-_KEYS_BATCH = 16  # contexts whose keys and values are computed together
+_KEYS_BATCH = 8  # contexts whose keys and values are computed together: their rows stay in cache
 _WARM_UP = 0.06  # share of the steps over which the learning rate rises
 
 

@@ -40,6 +40,31 @@ def test_rows_are_those_of_one_run_bit_for_bit(
             assert torch.equal(found[fork].of(index), alone(world, one, fork))
 
 
+@pytest.mark.parametrize("step_tokens", [16, 512])
+@pytest.mark.parametrize("common", [15, 37])
+def test_a_common_beginning_is_computed_once_and_moves_no_bit(
+    world: Small, tmp_path: Path, monkeypatch: Any, step_tokens: int, common: int
+) -> None:
+    system = tuple(range(1, common + 1))
+    asked = [Tokens(system + one.context, one.suffix) for one in tokens(7)]
+    computed = 0
+    compute = world.runner.rows
+
+    def counted(plan: Plan) -> list[torch.Tensor]:
+        nonlocal computed
+        computed += sum(len(run.tokens) for run in plan.runs if run.layers[0] == 0)
+        return compute(plan)
+
+    monkeypatch.setattr(world.runner, "rows", counted)
+    found = activations(world.runner, asked, [1, 2], folder=tmp_path, step_tokens=step_tokens)
+    monkeypatch.undo()
+    for index, one in enumerate(asked):
+        for fork in (1, 2):
+            assert torch.equal(found[fork].of(index), alone(world, one, fork))
+    whole_pages = common - common % world.runner.page_tokens
+    assert computed == sum(len(one.ids) for one in asked) - whole_pages * (len(asked) - 1)
+
+
 def test_rows_are_computed_once(world: Small, tmp_path: Path, monkeypatch: Any) -> None:
     asked = tokens(3)
     seen: list[tuple[int, int]] = []

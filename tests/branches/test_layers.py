@@ -80,3 +80,25 @@ def test_company_and_order_of_a_batch_are_of_no_account_beyond_rounding(
         together = outputs(layers, data, range(6), tensors, 1.0, pool)
         alone = [outputs(layers, data, [i], tensors, 1.0, pool) for i in range(6)]
     assert torch.allclose(together, torch.cat(alone), atol=1e-5, rtol=1e-5)
+
+
+def test_a_bfloat16_models_own_matrices_are_multiplied_as_they_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 where the processor does that, else in float32: the same but for rounding."""
+    world = small("llama", tmp_path, torch.bfloat16)
+    branch = describe(scale=0.5)
+    tensors = {name: t.float() for name, t in random_tensors(world.runner.model, branch).items()}
+    asked = tokens(6)
+    rows = activations(world.runner, asked, [1], folder=tmp_path)[1]
+    found = []
+    for able in ({"avx512_bf16": True}, {"avx512_bf16": False}):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda able=able: able)
+        layers = Layers(world.runner.model, branch.fork, branch.exit)
+        kind = torch.bfloat16 if able["avx512_bf16"] else torch.float32
+        assert {w.dtype for layer in layers.layers for w in layer.weights.values()} == {kind}
+        with ThreadPoolExecutor(1) as pool:
+            data = prepare(layers, examples([0] * 6), asked, rows, "suffix", pool)
+            found.append(outputs(layers, data, range(6), tensors, branch.scale, pool))
+    gap = (found[0] - found[1]).abs().max()
+    assert 0 < gap < 0.03 * found[1].abs().max()
