@@ -29,6 +29,7 @@ from lockstep.requests import (
     Params,
     Prompt,
     RequestBuilder,
+    Tools,
     chat_requests,
     completion_requests,
     is_one_conversation,
@@ -324,20 +325,26 @@ class AsyncLLM:
         return completions[0] if one else completions
 
     @overload
-    async def chat(self, messages: Conversation, params: Params = None) -> Completion: ...
+    async def chat(
+        self, messages: Conversation, params: Params = None, *, tools: Tools = None
+    ) -> Completion: ...
 
     @overload
     async def chat(
-        self, messages: Sequence[Conversation], params: Params = None
+        self, messages: Sequence[Conversation], params: Params = None, *, tools: Tools = None
     ) -> list[Completion]: ...
 
     async def chat(
-        self, messages: Conversation | Sequence[Conversation], params: Params = None
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: Params = None,
+        *,
+        tools: Tools = None,
     ) -> Completion | list[Completion]:
         """As `LLM.chat`; cancelling the call cancels the requests."""
         one = is_one_conversation(messages) or not messages
         batch = cast("Sequence[Conversation]", [messages] if one else messages)
-        requests = chat_requests(self.builder, batch, params)
+        requests = chat_requests(self.builder, batch, params, tools)
         completions = await self._run(requests)
         return completions[0] if one else completions
 
@@ -365,11 +372,17 @@ class AsyncLLM:
         questions: Question | None = None,
         *,
         branch: str = "",
+        tools: Tools = None,
     ) -> Decision: ...
 
     @overload
     async def decide(
-        self, given: str | Conversation, questions: Sequence[Question], *, branch: str = ""
+        self,
+        given: str | Conversation,
+        questions: Sequence[Question],
+        *,
+        branch: str = "",
+        tools: Tools = None,
     ) -> list[Decision]: ...
 
     async def decide(
@@ -378,22 +391,28 @@ class AsyncLLM:
         questions: Question | Sequence[Question] | None = None,
         *,
         branch: str = "",
+        tools: Tools = None,
     ) -> Decision | list[Decision]:
         """As `LLM.decide`."""
-        inquiry = ask(self.builder, self._branches(branch), given, questions, branch)
+        inquiry = ask(self.builder, self._branches(branch), given, questions, branch, tools)
         decisions = inquiry.decisions(await self._run(list(inquiry.requests())))
         return decisions[0] if is_one_question(questions) else decisions
 
     async def decide_prefix(
-        self, given: str | Conversation, prefix: str, options: Sequence[str]
+        self, given: str | Conversation, prefix: str, options: Sequence[str], *, tools: Tools = None
     ) -> Decision:
         """As `LLM.decide_prefix`."""
-        inquiry = inquire_prefix(self.builder, given, prefix, options)
+        inquiry = inquire_prefix(self.builder, given, prefix, options, tools=tools)
         return inquiry.decisions(await self._run(list(inquiry.requests())))[0]
 
     @overload  # a str is one prompt, though it is a sequence of str too
     async def decide_then_write(  # type: ignore[overload-overlap]
-        self, given: str | Conversation, params: Params = None, **gate: Unpack[GateArguments]
+        self,
+        given: str | Conversation,
+        params: Params = None,
+        *,
+        tools: Tools = None,
+        **gate: Unpack[GateArguments],
     ) -> GatedCompletion: ...
 
     @overload
@@ -401,6 +420,8 @@ class AsyncLLM:
         self,
         given: Sequence[str] | Sequence[Conversation],
         params: Params = None,
+        *,
+        tools: Tools = None,
         **gate: Unpack[GateArguments],
     ) -> list[GatedCompletion]: ...
 
@@ -408,11 +429,13 @@ class AsyncLLM:
         self,
         given: str | Conversation | Sequence[str] | Sequence[Conversation],
         params: Params = None,
+        *,
+        tools: Tools = None,
         **gate: Unpack[GateArguments],
     ) -> GatedCompletion | list[GatedCompletion]:
         """As `LLM.decide_then_write`; cancelling the call cancels the requests."""
         branches = self._branches(gate.get("branch", ""))
-        one, gated, requests = gated_requests(self.builder, branches, given, params, gate)
+        one, gated, requests = gated_requests(self.builder, branches, given, params, gate, tools)
         completions = await self._run(requests, [own.begins for own in gated])
         found = [GatedCompletion.of(g, c) for g, c in zip(gated, completions, strict=True)]
         return found[0] if one else found
@@ -458,10 +481,14 @@ class AsyncLLM:
         return self._stream(self.builder.build(ids, one_params(params, COMPLETION_DEFAULTS)))
 
     def stream_chat(
-        self, messages: Conversation, params: SamplingParams | None = None
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        tools: Tools = None,
     ) -> AsyncGenerator[Delta, None]:
         """As `stream`, for the assistant's next message in a conversation."""
-        ids = self.builder.encode_chat(messages)
+        ids = self.builder.encode_chat(messages, tools)
         return self._stream(
             self.builder.build(ids, one_params(params, CHAT_DEFAULTS), field="messages")
         )

@@ -28,6 +28,7 @@ from lockstep.requests import (
     Params,
     Prompt,
     RequestBuilder,
+    Tools,
     chat_requests,
     completion_requests,
     is_one_conversation,
@@ -207,7 +208,12 @@ class LLM:
 
     @overload
     def chat(
-        self, messages: Conversation, params: Params = None, *, progress: bool | None = None
+        self,
+        messages: Conversation,
+        params: Params = None,
+        *,
+        tools: Tools = None,
+        progress: bool | None = None,
     ) -> Completion: ...
 
     @overload
@@ -216,6 +222,7 @@ class LLM:
         messages: Sequence[Conversation],
         params: Params = None,
         *,
+        tools: Tools = None,
         progress: bool | None = None,
     ) -> list[Completion]: ...
 
@@ -224,6 +231,7 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         params: Params = None,
         *,
+        tools: Tools = None,
         progress: bool | None = None,
     ) -> Completion | list[Completion]:
         """The assistant's next message in each conversation; all run together.
@@ -231,13 +239,15 @@ class LLM:
         Args:
             messages: a list of {"role", "content"}, or a list of such lists.
             params: for all conversations, or one for each; by default up to the context's end.
+            tools: functions that the model is told of, as in `/v1/chat/completions`; what it
+                writes of calls stays text.
 
         Raises:
             RequestError, GenerationError: as `generate`.
         """
         one = is_one_conversation(messages) or not messages
         batch = cast("Sequence[Conversation]", [messages] if one else messages)
-        requests = chat_requests(self._builder, batch, params)
+        requests = chat_requests(self._builder, batch, params, tools)
         completions = self._run(requests, progress)
         return completions[0] if one else completions
 
@@ -273,6 +283,7 @@ class LLM:
         questions: Question | None = None,
         *,
         branch: str = "",
+        tools: Tools = None,
         progress: bool | None = None,
     ) -> Decision: ...
 
@@ -283,6 +294,7 @@ class LLM:
         questions: Sequence[Question],
         *,
         branch: str = "",
+        tools: Tools = None,
         progress: bool | None = None,
     ) -> list[Decision]: ...
 
@@ -292,6 +304,7 @@ class LLM:
         questions: Question | Sequence[Question] | None = None,
         *,
         branch: str = "",
+        tools: Tools = None,
         progress: bool | None = None,
     ) -> Decision | list[Decision]:
         """Answer typed questions about an input with a probability for every option.
@@ -303,11 +316,13 @@ class LLM:
             questions: `Predicate`, `Choice` or `Score` of `lockstep.decisions`. One in, one
                 out; a list in, a list out, in its order. None is a branch's own question.
             branch: name of the branch that decides; "" is the trunk itself.
+            tools: functions that the conversation's model knows, as `chat`: the same
+                conversation is then read as a chat reads it.
 
         Raises:
             RequestError, GenerationError: as `generate`.
         """
-        inquiry = ask(self._builder, self._branches(branch), given, questions, branch)
+        inquiry = ask(self._builder, self._branches(branch), given, questions, branch, tools)
         decisions = inquiry.decisions(self._run(list(inquiry.requests()), progress))
         return decisions[0] if is_one_question(questions) else decisions
 
@@ -317,6 +332,7 @@ class LLM:
         prefix: str,
         options: Sequence[str],
         *,
+        tools: Tools = None,
         progress: bool | None = None,
     ) -> Decision:
         """How the answer to a prompt or a conversation goes on after `prefix`: with which option.
@@ -326,7 +342,7 @@ class LLM:
             options: what may stand next. Where their first tokens differ, these are compared;
                 else the whole options are.
         """
-        inquiry = inquire_prefix(self._builder, given, prefix, options)
+        inquiry = inquire_prefix(self._builder, given, prefix, options, tools=tools)
         return inquiry.decisions(self._run(list(inquiry.requests()), progress))[0]
 
     @overload  # a str is one prompt, though it is a sequence of str too
@@ -335,6 +351,7 @@ class LLM:
         given: str | Conversation,
         params: Params = None,
         *,
+        tools: Tools = None,
         progress: bool | None = None,
         **gate: Unpack[GateArguments],
     ) -> GatedCompletion: ...
@@ -345,6 +362,7 @@ class LLM:
         given: Sequence[str] | Sequence[Conversation],
         params: Params = None,
         *,
+        tools: Tools = None,
         progress: bool | None = None,
         **gate: Unpack[GateArguments],
     ) -> list[GatedCompletion]: ...
@@ -354,6 +372,7 @@ class LLM:
         given: str | Conversation | Sequence[str] | Sequence[Conversation],
         params: Params = None,
         *,
+        tools: Tools = None,
         progress: bool | None = None,
         **gate: Unpack[GateArguments],
     ) -> GatedCompletion | list[GatedCompletion]:
@@ -364,14 +383,14 @@ class LLM:
 
         Args:
             given: a prompt (a text) or a conversation, or a list of either.
-            params: as `generate`, of conversations as `chat`.
+            params: as `generate`, of conversations as `chat`. tools: as `chat`.
             gate: see `GateArguments`: a `question`, a `branch`, or a `prefix` with `options`.
 
         Raises:
             RequestError, GenerationError: as `generate`.
         """
         branches = self._branches(gate.get("branch", ""))
-        one, gated, requests = gated_requests(self._builder, branches, given, params, gate)
+        one, gated, requests = gated_requests(self._builder, branches, given, params, gate, tools)
         completions = self._run(requests, progress, gated)
         found = [GatedCompletion.of(g, c) for g, c in zip(gated, completions, strict=True)]
         return found[0] if one else found
@@ -425,10 +444,14 @@ class LLM:
         return self._stream(self._builder.build(ids, one_params(params, COMPLETION_DEFAULTS)))
 
     def stream_chat(
-        self, messages: Conversation, params: SamplingParams | None = None
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        tools: Tools = None,
     ) -> Generator[Delta, None, None]:
         """As `stream`, for the assistant's next message in a conversation."""
-        ids = self._builder.encode_chat(messages)
+        ids = self._builder.encode_chat(messages, tools)
         return self._stream(
             self._builder.build(ids, one_params(params, CHAT_DEFAULTS), field="messages")
         )

@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from lockstep.text import Tokenizer
+from lockstep.text.dialect import Dialect, dialect_of
+from lockstep.text.prompt import ChatPrompt, Shown, show
+from lockstep.text.turn import Turn, functions_of
 from lockstep.types import (
     MAX_SEED,
     EngineInfo,
@@ -26,6 +29,8 @@ from lockstep.types import (
 Prompt = str | Sequence[int]
 ChatMessage = Mapping[str, Any]
 Conversation = Sequence[ChatMessage]
+Tools = Sequence[Mapping[str, Any]] | None
+"""Functions that the model is told of, as in a body of `/v1/chat/completions`."""
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 T = TypeVar("T")
@@ -53,11 +58,15 @@ class RequestBuilder:
     Args:
         tokenizer: the model's.
         info: of the engine that will run the requests; it sets the limits.
+        dialect: how the model is told of functions; by default what its template says.
     """
 
-    def __init__(self, tokenizer: Tokenizer, info: EngineInfo) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, info: EngineInfo, dialect: Dialect | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self.info = info
+        self.dialect = dialect or dialect_of(tokenizer)
 
     def encode(
         self, prompt: Prompt, *, add_special_tokens: bool = True, field: str = "prompt"
@@ -84,37 +93,30 @@ class RequestBuilder:
             raise RequestError(f"{field} must not be empty", field=field, code="empty_prompt")
         return ids
 
-    def encode_chat(
-        self,
-        messages: Conversation,
-        template_arguments: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-    ) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn.
-
-        Args:
-            template_arguments: further variables for the chat template.
-            tools: JSON schemas of callable functions, for a template that knows them.
-            add_generation_prompt: open the assistant's turn.
+    def show(self, turn: Turn) -> Shown:
+        """A turn as the model's chat template is given it.
 
         Raises:
-            RequestError: not a list of messages, no template, or the template's complaint.
+            RequestError: not a list of messages, or as `text.prompt.show`.
         """
-        check_conversation(messages)
-        reserved = {"messages", "tools", "add_generation_prompt"} & set(template_arguments or {})
-        if reserved:
-            raise RequestError(
-                f"chat_template_kwargs may not set {', '.join(sorted(reserved))}",
-                field="chat_template_kwargs",
-            )
-        return self.tokenizer.encode_chat(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            **(template_arguments or {}),
-        )
+        check_conversation(turn.messages)
+        return show(self.tokenizer, self.dialect, turn)
+
+    def chat(self, turn: Turn) -> ChatPrompt:
+        """A turn, ready for the assistant's.
+
+        Raises:
+            RequestError: as `show`; no template, or the template's complaint.
+        """
+        return ChatPrompt.of(self.tokenizer, self.show(turn))
+
+    def encode_chat(self, messages: Conversation, tools: Tools = None) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn.
+
+        Raises:
+            RequestError: as `chat`.
+        """
+        return list(self.chat(Turn(messages, functions_of(tools))).ids)
 
     def build(
         self,
@@ -307,7 +309,10 @@ def completion_requests(
 
 
 def chat_requests(
-    builder: RequestBuilder, conversations: Sequence[Conversation], params: Params
+    builder: RequestBuilder,
+    conversations: Sequence[Conversation],
+    params: Params,
+    tools: Tools = None,
 ) -> list[Request]:
     """A request for the assistant's next message in each conversation.
 
@@ -316,7 +321,7 @@ def chat_requests(
     """
     own = spread_params(params, CHAT_DEFAULTS, conversations)
     return [
-        builder.build(builder.encode_chat(conversation), each, field="messages")
+        builder.build(builder.encode_chat(conversation, tools), each, field="messages")
         for conversation, each in zip(conversations, own, strict=True)
     ]
 

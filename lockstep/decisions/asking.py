@@ -16,9 +16,11 @@ from lockstep.requests import (
     Conversation,
     Params,
     RequestBuilder,
+    Tools,
     is_one_conversation,
     spread_params,
 )
+from lockstep.text.turn import Turn, functions_of
 from lockstep.types import Request, RequestError
 
 
@@ -44,23 +46,25 @@ def ask(
     given: str | Conversation,
     questions: Question | Sequence[Question] | None,
     branch: str,
+    tools: Tools = None,
 ) -> Inquiry:
     """The inquiry of `LLM.decide`.
 
     Raises:
         RequestError: as `inquire`; no branch of this name; no question where one is needed.
     """
+    asked = given if isinstance(given, str) else Turn(given, functions_of(tools))
     if not branch:
         if questions is None:
             raise RequestError("questions must be given where no branch has one", field="questions")
         batch = [questions] if is_one_question(questions) else questions
-        return inquire(builder, given, cast("Sequence[Question]", batch))
+        return inquire(builder, asked, cast("Sequence[Question]", batch))
     found = find_branch(branches, branch)
     if questions is None:
         questions = own_question(found)
     batch = [questions] if is_one_question(questions) else questions
     source = BranchSource(branch, found)
-    return inquire(builder, given, cast("Sequence[Question]", batch), source=source)
+    return inquire(builder, asked, cast("Sequence[Question]", batch), source=source)
 
 
 def gated_requests(
@@ -69,6 +73,7 @@ def gated_requests(
     given: str | Conversation | Sequence[str] | Sequence[Conversation],
     params: Params,
     gate: GateArguments,
+    tools: Tools = None,
 ) -> tuple[bool, list[Gated], list[Request]]:
     """Whether `given` is one prompt or conversation, and for each its gate and its request.
 
@@ -77,7 +82,7 @@ def gated_requests(
     """
     if "continue_if" not in gate:
         raise RequestError("continue_if must be given", field="continue_if")
-    spec = GateSpec(**gate)
+    spec, functions = GateSpec(**gate), functions_of(tools)
     one = isinstance(given, str) or is_one_conversation(given)
     batch = cast("Sequence[str | Conversation]", [given] if one else given)
     chats = [not isinstance(own, str) for own in batch] if isinstance(batch, Sequence) else []
@@ -91,7 +96,7 @@ def gated_requests(
             made = gate_prompt(builder, spec, branches, builder.encode(own))
         else:
             field = "messages"
-            made = gate_chat(builder, spec, branches, own, builder.encode_chat(own))
+            made = gate_chat(builder, spec, branches, builder.chat(Turn(own, functions)))
         gated.append(made)
         requests.append(builder.build(made.prompt, each, gate=made.gate, field=field))
     return one, gated, requests

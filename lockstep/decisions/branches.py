@@ -14,11 +14,17 @@ from dataclasses import dataclass
 from lockstep.branch import Branch
 from lockstep.decisions.decision import OptionScores
 from lockstep.decisions.questions import Choice, Option, Predicate, Question, Score
-from lockstep.decisions.render import Context, branch_suffix_ids, context_ids, question_text
+from lockstep.decisions.render import (
+    Context,
+    Given,
+    branch_suffix_ids,
+    context_ids,
+    question_text,
+)
 from lockstep.decisions.sources import labels_of
 from lockstep.options import log_softmax
 from lockstep.outputs import GenerationError
-from lockstep.requests import Conversation, RequestBuilder
+from lockstep.requests import RequestBuilder
 from lockstep.text import Tokenizer
 from lockstep.types import Completion, Request, RequestError, SamplingParams
 
@@ -217,7 +223,7 @@ class BranchSource:
         self.name = name
         self.branch = branch
 
-    def context(self, builder: RequestBuilder, given: str | Conversation, *, field: str) -> Context:
+    def context(self, builder: RequestBuilder, given: Given, *, field: str) -> Context:
         """See `Source`."""
         return Context(tuple(context_ids(builder, given, field=field)), before="", after="")
 

@@ -21,7 +21,8 @@ from lockstep.decisions.sources import label_paths, labels_of, option_paths, pre
 from lockstep.options import Path, probes, shortest
 from lockstep.outputs import GenerationError
 from lockstep.prefixes import common_prefix
-from lockstep.requests import Conversation, RequestBuilder
+from lockstep.requests import RequestBuilder
+from lockstep.text.prompt import ChatPrompt
 from lockstep.types import (
     Completion,
     Gate,
@@ -190,37 +191,26 @@ def gate_prompt(
 
 
 def gate_chat(
-    builder: RequestBuilder,
-    spec: GateSpec,
-    branches: Mapping[str, Branch],
-    messages: Conversation,
-    ids: Sequence[int],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    template_arguments: Mapping[str, Any] | None = None,
+    builder: RequestBuilder, spec: GateSpec, branches: Mapping[str, Branch], chat: ChatPrompt
 ) -> Gated:
     """A gate on the assistant's next message.
 
     Args:
-        ids: the prompt without a gate: `builder.encode_chat` of the same arguments.
+        chat: what is read without a gate.
 
     Raises:
         RequestError: naming the gate's field, or `messages` where the model's template does not
             show a conversation alike with a question and with an answer behind it.
     """
+    ids = chat.ids
     if spec.prefix is not None:
         return _by_prefix(builder, spec, ids)
     if spec.branch:
-        context = context_ids(
-            builder, messages, tools=tools, template_arguments=template_arguments, field="messages"
-        )
-        if list(ids[: len(context)]) != context:
+        context = tuple(context_ids(builder, chat, field="messages"))
+        if ids[: len(context)] != context:
             raise _not_alike()
-        return _by_branch(builder, spec, branches, context, tuple(ids[len(context) :]))
-    judged = render_input(
-        builder, messages, tools=tools, template_arguments=template_arguments, field="messages"
-    )
-    return _by_labels(builder, spec, judged, ids)
+        return _by_branch(builder, spec, branches, context, ids[len(context) :])
+    return _by_labels(builder, spec, render_input(builder, chat, field="messages"), ids)
 
 
 def _not_alike() -> RequestError:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from lockstep.decisions.decision import Decision, decide
 from lockstep.decisions.questions import MAX_QUESTIONS, Choice, Predicate, Question, Score
+from lockstep.decisions.render import Given
 from lockstep.decisions.sources import Asked, LabelSource, Source, prefix_options
-from lockstep.requests import Conversation, RequestBuilder
+from lockstep.requests import Conversation, RequestBuilder, Tools
 from lockstep.types import Completion, Request, RequestError
 
 MAX_PROBES = 16_384
@@ -61,7 +62,7 @@ class Inquiry:
 
 def inquire(
     builder: RequestBuilder,
-    given: str | Conversation,
+    given: Given,
     questions: Sequence[Question],
     *,
     source: Source | None = None,
@@ -122,6 +123,7 @@ def inquire_prefix(
     prefix: str,
     options: Sequence[str],
     *,
+    tools: Tools = None,
     priority: int = 0,
 ) -> Inquiry:
     """How the reply to a prompt or a conversation goes on after `prefix`: with which option.
@@ -129,6 +131,6 @@ def inquire_prefix(
     Raises:
         RequestError: as `sources.prefix_options`.
     """
-    ids = builder.encode(given) if isinstance(given, str) else builder.encode_chat(given)
+    ids = builder.encode(given) if isinstance(given, str) else builder.encode_chat(given, tools)
     asked = prefix_options(builder, ids, prefix, options, priority=priority)
     return Inquiry((asked,), len(ids))

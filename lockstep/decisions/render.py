@@ -8,14 +8,16 @@ context, so its pages are shared and its rows are computed once.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.branch import Branch
 from lockstep.decisions.questions import Option, Question
-from lockstep.requests import Conversation, RequestBuilder, check_conversation
+from lockstep.requests import Conversation, RequestBuilder
 from lockstep.text import Tokenizer
+from lockstep.text.prompt import ChatPrompt, Shown
+from lockstep.text.turn import Turn
 from lockstep.types import RequestError
 
 
@@ -35,29 +37,22 @@ class Context:
     lead: str = ""
 
 
-def render_input(
-    builder: RequestBuilder,
-    given: str | Conversation,
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    template_arguments: Mapping[str, Any] | None = None,
-    field: str = "input",
-) -> Context:
+Given = str | Conversation | Turn | ChatPrompt
+"""An input: a text, a conversation, one with functions, or one that is tokenised already."""
+
+
+def render_input(builder: RequestBuilder, given: Given, *, field: str = "input") -> Context:
     """The context of an input: a text, or a conversation, rendered by the model's own template
     as a chat would be, so that a decision about a chat finds the chat's pages.
 
     A question goes behind the text of a last message from the user, else it is a message of
     its own. A model without a template reads plain text.
 
-    Args:
-        tools, template_arguments: as `RequestBuilder.encode_chat`.
-
     Raises:
         RequestError: empty, no text or conversation, or the template's complaint.
     """
-    given = _conversation(given, field)
     try:
-        return _render(builder, given, tools, template_arguments or {}, field)
+        return _render(builder, given, field)
     except RequestError as error:
         raise _about(field, error) from None
 
@@ -69,54 +64,51 @@ def _about(field: str, error: RequestError) -> RequestError:
     return RequestError(str(error).replace("messages", field, 1), field=field, code=error.code)
 
 
-def _conversation(given: str | Conversation, field: str) -> Conversation:
-    """A text is one message of the user."""
-    if not isinstance(given, str):
-        return given
-    if not given:
-        raise RequestError(f"{field} must not be empty", field=field)
-    return [{"role": "user", "content": given}]
+def _conversation(builder: RequestBuilder, given: Given, field: str) -> Shown:
+    """What the template is given; a text is one message of the user."""
+    if isinstance(given, ChatPrompt):
+        return given.shown
+    if isinstance(given, str):
+        if not given:
+            raise RequestError(f"{field} must not be empty", field=field)
+        given = [{"role": "user", "content": given}]
+    return builder.show(given if isinstance(given, Turn) else Turn(given))
 
 
-def _render(
-    builder: RequestBuilder,
-    given: Conversation,
-    tools: Sequence[Mapping[str, Any]] | None,
-    arguments: Mapping[str, Any],
-    field: str,
-) -> Context:
+def _ids(builder: RequestBuilder, given: Given, text: str) -> list[int]:
+    if isinstance(given, ChatPrompt):
+        return given.ids_of(builder.tokenizer, text)
+    return builder.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _render(builder: RequestBuilder, given: Given, field: str) -> Context:
+    shown = _conversation(builder, given, field)
     if builder.tokenizer.chat_template is None:
-        text = "\n\n".join(_plain(message) for message in given)
-        ids = builder.encode(text, field=field)
+        ids = builder.encode(_plain(shown), field=field)
         return Context(tuple(ids), before="\n\n", after="\nAnswer:", lead=" ")
-    check_conversation(given)
-    messages = [dict(message) for message in given]
+    messages = [dict(message) for message in shown.messages]
     mark = _absent_mark(messages)
-    joined = messages[-1]["role"] == "user" and isinstance(messages[-1].get("content"), str)
+    joined = messages[-1]["role"] == "user"
     if joined:
         messages[-1]["content"] += mark
     else:
         messages.append({"role": "user", "content": mark})
     # The answer stands where thoughts would begin.
-    rendered = builder.tokenizer.render_chat(
-        messages, tools=tools, **{**arguments, "enable_thinking": False}
-    )
-    before, found, after = rendered.partition(mark)
+    arguments = {**shown.arguments, "enable_thinking": False}
+    marked = replace(shown, messages=messages, arguments=arguments)
+    before, found, after = marked.text(builder.tokenizer).partition(mark)
     if not found or mark in after or not before:
         raise RequestError(
             "the model's chat template does not show a question where it stands",
             field=field,
             code="chat_template_error",
         )
-    ids = builder.tokenizer.encode(before, add_special_tokens=False)
+    ids = _ids(builder, given, before)
     return Context(tuple(ids), before="\n\n" if joined else "", after=after)
 
 
-def _plain(message: Any) -> str:
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, str):
-        raise RequestError("a message's content must be text", field="input")
-    return content
+def _plain(shown: Shown) -> str:
+    return "\n\n".join(message["content"] for message in shown.messages)
 
 
 def _absent_mark(messages: Sequence[dict[str, Any]]) -> str:
@@ -171,14 +163,7 @@ def suffix_ids(builder: RequestBuilder, context: Context, text: str) -> list[int
     return builder.tokenizer.encode_inside(f"{context.before}{text}{context.after}")
 
 
-def context_ids(
-    builder: RequestBuilder,
-    given: str | Conversation,
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    template_arguments: Mapping[str, Any] | None = None,
-    field: str = "input",
-) -> list[int]:
+def context_ids(builder: RequestBuilder, given: Given, *, field: str = "input") -> list[int]:
     """What a branch reads before its suffix: a conversation as the model's template shows it,
     without an opening of the assistant's turn; a text is one message of the user.
 
@@ -187,11 +172,11 @@ def context_ids(
     Raises:
         RequestError: empty, no text or conversation, or the template's complaint.
     """
-    given = _conversation(given, field)
     try:
+        shown = _conversation(builder, given, field)
         if builder.tokenizer.chat_template is None:
-            return builder.encode("\n\n".join(map(_plain, given)), field=field)
-        return builder.encode_chat(given, template_arguments, tools, add_generation_prompt=False)
+            return builder.encode(_plain(shown), field=field)
+        return _ids(builder, given, shown.text(builder.tokenizer, opened=False))
     except RequestError as error:
         raise _about(field, error) from None
 

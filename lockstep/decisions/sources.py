@@ -15,10 +15,10 @@ from typing import Protocol
 
 from lockstep.decisions.decision import OptionScores
 from lockstep.decisions.questions import Choice, Question
-from lockstep.decisions.render import Context, question_text, render_input, suffix_ids
+from lockstep.decisions.render import Context, Given, question_text, render_input, suffix_ids
 from lockstep.options import Path, Probe, hidden_by, probe_params, probes, read, shortest
 from lockstep.outputs import GenerationError
-from lockstep.requests import Conversation, RequestBuilder
+from lockstep.requests import RequestBuilder
 from lockstep.text import Tokenizer
 from lockstep.types import Completion, Request, RequestError
 
@@ -115,7 +115,7 @@ class AskedTokens:
 class Source(Protocol):
     """A way to answer questions."""
 
-    def context(self, builder: RequestBuilder, given: str | Conversation, *, field: str) -> Context:
+    def context(self, builder: RequestBuilder, given: Given, *, field: str) -> Context:
         """What all questions about an input share.
 
         Raises:
@@ -141,7 +141,7 @@ class LabelSource:
     digits. Labels that begin with the same token are scored as sequences.
     """
 
-    def context(self, builder: RequestBuilder, given: str | Conversation, *, field: str) -> Context:
+    def context(self, builder: RequestBuilder, given: Given, *, field: str) -> Context:
         """See `Source`."""
         return render_input(builder, given, field=field)
 

@@ -6,7 +6,7 @@ Extensions: `messages` in place of `input`; `scores`, the head's own numbers; `p
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
@@ -17,16 +17,17 @@ from starlette.responses import Response
 from lockstep.decisions import BranchSource, Inquiry, inquire, own_question
 from lockstep.decisions.branches import AskedBranch
 from lockstep.decisions.decision import decide
-from lockstep.requests import Conversation
 from lockstep.server.embeddings import EmbeddingUsage, usage_of
 from lockstep.server.generation import Envelope, Service, off_loop, service_of
 from lockstep.server.openapi import returns
 from lockstep.server.paths import PathRoute
 from lockstep.server.protocol import MAX_MESSAGES, MAX_PROMPTS, Body
 from lockstep.server.protocol.chat import ChatMessageBody
+from lockstep.server.protocol.tools import MAX_TOOLS, ToolBody, functions_of
 from lockstep.server.replies import Reply, encode
 from lockstep.server.running import complete
 from lockstep.server.sse import until_disconnect
+from lockstep.text.turn import Turn
 from lockstep.types import RequestError
 
 router = APIRouter(route_class=PathRoute)
@@ -38,7 +39,8 @@ class ClassifyBody(Body):
     Attributes:
         model: a branch whose head has options, or a value, of its own.
         input: a text, or a list of them; each is a message of the user.
-        messages: in its place a conversation.
+        messages: in its place a conversation. tools, chat_template_kwargs: as in the chat that
+            it is of.
     """
 
     model: str
@@ -46,10 +48,12 @@ class ClassifyBody(Body):
     messages: (
         Annotated[list[ChatMessageBody], Field(min_length=1, max_length=MAX_MESSAGES)] | None
     ) = None
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     priority: int = 0
     user: str | None = None
 
-    def inputs(self) -> list[tuple[str, str | Conversation]]:
+    def inputs(self) -> list[tuple[str, str | Turn]]:
         """What is classified, and its place.
 
         Raises:
@@ -58,7 +62,12 @@ class ClassifyBody(Body):
         if (self.input is None) == (self.messages is None):
             raise RequestError("give input or messages", field="input")
         if self.messages is not None:
-            return [("messages", [m.rendered(index) for index, m in enumerate(self.messages)])]
+            messages = [message.rendered(index) for index, message in enumerate(self.messages)]
+            functions, more = functions_of(self.tools), self.chat_template_kwargs
+            return [("messages", Turn(messages, functions, template_arguments=more))]
+        for name in ("tools", "chat_template_kwargs"):
+            if getattr(self, name) is not None:
+                raise RequestError(f"{name} needs messages", field=name)
         if isinstance(self.input, str):
             return [("input", self.input)]
         return [(f"input[{index}]", text) for index, text in enumerate(self.input or ())]
@@ -116,7 +125,7 @@ async def create_classification(body: ClassifyBody, request: HTTPRequest) -> Res
 
 
 async def _classify(service: Service, body: ClassifyBody, source: BranchSource) -> ClassifyReply:
-    envelope, builder = Envelope.new(service, "classify"), service.llm.builder
+    envelope, builder = Envelope.new(service, "classify"), service.builder
     inputs, question = body.inputs(), own_question(source.branch)
 
     def inquiries() -> list[Inquiry]:
@@ -125,7 +134,10 @@ async def _classify(service: Service, body: ClassifyBody, source: BranchSource) 
             for where, given in inputs
         ]
 
-    made = await off_loop(inquiries, sum(len(str(given)) for _, given in inputs))
+    made = await off_loop(
+        inquiries,
+        sum(given.length() if isinstance(given, Turn) else len(given) for _, given in inputs),
+    )
     asked = [own for inquiry in made for own in inquiry.asked if isinstance(own, AskedBranch)]
     completions = await complete(service.llm, (next(own.requests()) for own in asked))
     data = []

@@ -72,7 +72,7 @@ class CompletionCall:
         params = body.sampling()
         prompts = body.prompts()
         envelope = Envelope.new(service, "cmpl")
-        builder = service.llm.builder
+        builder = service.builder
         ids = await off_loop(
             lambda: [builder.encode(prompt) for prompt in prompts], sum(map(len, prompts))
         )
@@ -220,7 +220,7 @@ async def _gates(
     assert body.gate is not None
     spec = body.gate.spec()
     spec.check_writer(params)
-    builder, branches = service.llm.builder, service.branches
+    builder, branches = service.builder, service.branches
     with gate_words():
         return await off_loop(
             lambda: [gate_prompt(builder, spec, branches, ids) for ids in prompts],

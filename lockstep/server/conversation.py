@@ -6,20 +6,16 @@ to be held to a form, and the form in which the answer is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
 
 from lockstep.decisions import Gated, GateSpec, gate_chat
 from lockstep.server.answers import CallCount, PieceStream
 from lockstep.server.generation import Envelope, Service, build_requests, off_loop
-from lockstep.text import Tokenizer
 from lockstep.text.answer import AnswerFormat
-from lockstep.text.dialect import Dialect
 from lockstep.text.tools.constrain import constrain
-from lockstep.text.tools.prompting import check_calls, without_system
-from lockstep.text.turn import EFFORTS, Turn
+from lockstep.text.tools.prompting import check_calls
+from lockstep.text.turn import Turn
 from lockstep.types import RequestError, SamplingParams
 
 
@@ -40,11 +36,6 @@ class Prepared:
     sampling: SamplingParams
     shown: frozenset[int]
     gated: Gated | None = None
-
-
-@lru_cache(maxsize=4)
-def _dialect(tokenizer: Tokenizer, tool_parser: str, reasoning_parser: str) -> Dialect:
-    return Dialect.of(tokenizer, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
 
 
 async def submit_turn(
@@ -125,10 +116,10 @@ def prepare(
             does not know, a schema that cannot be kept.
     """
     check_calls(turn.messages)
-    tokenizer, config = service.llm.tokenizer, service.config
-    dialect = _dialect(tokenizer, config.tool_parser, config.reasoning_parser)
-    shown = _shown(service, dialect, turn)
-    ids = shown.ids
+    builder = service.builder
+    tokenizer, dialect = builder.tokenizer, builder.dialect
+    chat = builder.chat(turn)
+    ids = list(chat.ids)
     functions, choice = turn.callable(), dialect.settle(turn.choice)
     form = dialect.answer(tokenizer, ids, functions, choice)
     grammar = constrain(form, choice, sampling.grammar, dialect.control_ids, loose=loose)
@@ -141,70 +132,5 @@ def prepare(
     gated = None
     if gate is not None:
         gate.check_writer(sampling)
-        gated = gate_chat(
-            service.llm.builder,
-            gate,
-            service.branches,
-            shown.messages,
-            ids,
-            tools=shown.tools,
-            template_arguments=shown.arguments,
-        )
+        gated = gate_chat(builder, gate, service.branches, chat)
     return Prepared(ids, form, sampling, dialect.shown(form), gated)
-
-
-@dataclass(frozen=True, slots=True)
-class _Shown:
-    """A turn as the model's chat template was given it, and what it made of it."""
-
-    ids: list[int]
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] | None
-    arguments: Mapping[str, Any]
-
-
-def _shown(service: Service, dialect: Dialect, turn: Turn) -> _Shown:
-    """The prompt's ids.
-
-    A template without a system role gets what the server has to say of functions in the
-    first message of the user; a system message of the client's is the template's to refuse.
-    """
-    builder = service.llm.builder
-    told = turn.functions if turn.choice.mode != "none" else ()
-    messages, tools = dialect.prompt(turn.messages, told)
-    arguments = {**_effort(dialect, turn.effort), **(turn.template_arguments or {})}
-    try:
-        return _Shown(builder.encode_chat(messages, arguments, tools), messages, tools, arguments)
-    except RequestError as error:
-        own = not turn.messages or turn.messages[0]["role"] != "system"
-        if error.code != "chat_template_error" or not own or messages[0]["role"] != "system":
-            raise
-        messages = without_system(messages)
-        return _Shown(builder.encode_chat(messages, arguments, tools), messages, tools, arguments)
-
-
-def _effort(dialect: Dialect, effort: str | None) -> dict[str, Any]:
-    """An effort as the chat template takes it.
-
-    Raises:
-        RequestError: it takes none.
-    """
-    if effort is None:
-        return {}
-    if effort not in EFFORTS:
-        raise RequestError(
-            f"reasoning_effort must be one of {', '.join(EFFORTS)}, got {effort!r}",
-            field="reasoning_effort",
-        )
-    if "reasoning_effort" in dialect.variables:
-        return {"reasoning_effort": effort}
-    for name in ("enable_thinking", "thinking"):
-        if name in dialect.variables:
-            return {name: effort != "none"}
-    if effort == "none" and dialect.thinking is None:
-        return {}
-    raise RequestError(
-        "reasoning_effort: the chat template of this model takes none",
-        field="reasoning_effort",
-        code="unsupported_parameter",
-    )

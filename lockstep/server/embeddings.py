@@ -89,7 +89,7 @@ async def create_embedding(body: EmbeddingsBody, request: HTTPRequest) -> Respon
 
 
 async def _embed(service: Service, body: EmbeddingsBody) -> EmbeddingList:
-    texts, builder = body.texts(), service.llm.builder
+    texts, builder = body.texts(), service.builder
     requests = await off_loop(
         lambda: embed_requests(
             builder, texts, body.pooling, body.dimensions, priority=body.priority

@@ -17,10 +17,12 @@ from lockstep.branch import Branch
 from lockstep.config import ServerConfig
 from lockstep.decisions import BranchSource, Gated
 from lockstep.decisions.sources import LabelSource, Source
+from lockstep.requests import RequestBuilder
 from lockstep.server.errors import UnknownModel
 from lockstep.server.metrics import DecisionCounts, ToolCalls
 from lockstep.server.replies import Reply, encode
 from lockstep.server.sse import EventStream, until_disconnect
+from lockstep.text.dialect import dialect_of
 from lockstep.types import Request, RequestError, SamplingParams
 
 T = TypeVar("T")
@@ -41,6 +43,13 @@ class Service:
     def model_name(self) -> str:
         """The one name that clients use."""
         return self.config.served_name or self.llm.client.config.model.name
+
+    @property
+    def builder(self) -> RequestBuilder:
+        """Makes requests, of conversations as this server is told to read and show them."""
+        llm, config = self.llm, self.config
+        dialect = dialect_of(llm.tokenizer, config.tool_parser, config.reasoning_parser)
+        return RequestBuilder(llm.tokenizer, llm.info, dialect)
 
     @property
     def branches(self) -> Mapping[str, Branch]:
@@ -136,7 +145,7 @@ def build_requests(
     Raises:
         RequestError: as `RequestBuilder.build`.
     """
-    builder = service.llm.builder
+    builder = service.builder
     return [
         builder.build(
             ids,

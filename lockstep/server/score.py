@@ -133,7 +133,7 @@ async def create_score(body: ScoreBody, request: HTTPRequest) -> Response:
 
 
 async def _score(service: Service, body: ScoreBody) -> ScoreReply:
-    envelope, builder = Envelope.new(service, "score"), service.llm.builder
+    envelope, builder = Envelope.new(service, "score"), service.builder
     contexts, texts = body.contexts(), body.texts()
     characters = sum(len(str(given)) for _, given in (*contexts, *texts))
     prompts = await off_loop(lambda: _prompts(builder, contexts, texts, body.priority), characters)

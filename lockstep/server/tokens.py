@@ -76,10 +76,11 @@ class DetokenizeReply(Reply):
 async def tokenize(body: TokenizeBody, request: HTTPRequest) -> Response:
     """The token ids of a prompt or of messages, as the generating routes would read them."""
     service = _checked(request, body.model)
-    builder = service.llm.builder
+    builder = service.builder
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give prompt or messages, one of them", field="prompt")
-    characters = len(body.prompt or "") + sum(len(str(m.content)) for m in body.messages or ())
+    characters = len(body.prompt or "")
+    characters += sum(len(str(m.content)) + len(str(m.tool_calls)) for m in body.messages or ())
     ids = await off_loop(
         lambda: (
             _prompt_ids(builder, body) if body.messages is None else _message_ids(service, body)
@@ -98,7 +99,7 @@ async def tokenize(body: TokenizeBody, request: HTTPRequest) -> Response:
 @router.post("/detokenize", responses=returns(DetokenizeReply))
 async def detokenize(body: DetokenizeBody, request: HTTPRequest) -> Response:
     """The text that token ids stand for, control tokens included."""
-    builder = _checked(request, body.model).llm.builder
+    builder = _checked(request, body.model).builder
     ids = builder.encode(body.tokens, field="tokens") if body.tokens else []
     text = await off_loop(
         lambda: builder.tokenizer.decode(ids, skip_special_tokens=False), len(ids)
@@ -135,8 +136,6 @@ def _message_ids(service: Service, body: TokenizeBody) -> list[int]:
     )
     if body.add_generation_prompt:
         return prepare(service, turn, SamplingParams()).ids
-    if body.tools:
-        raise RequestError("tools needs add_generation_prompt: true", field="tools")
-    return service.llm.builder.encode_chat(
-        turn.messages, body.chat_template_kwargs, add_generation_prompt=False
-    )
+    tokenizer = service.llm.tokenizer
+    text = service.builder.show(turn).text(tokenizer, opened=False)
+    return tokenizer.encode(text, add_special_tokens=False)

@@ -183,7 +183,12 @@ def _content(content: Any, where: str) -> Any:
     return "".join(texts)
 
 
-def _normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def normalised(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of messages in which every content is one text.
+
+    Raises:
+        RequestError: no messages, or a content that is no text.
+    """
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise RequestError("messages must be a non-empty list", field="messages")
     result = []
@@ -235,7 +240,7 @@ class ChatTemplate:
         variables = {
             **self._variables,
             **kwargs,
-            "messages": _normalised(messages),
+            "messages": normalised(messages),
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }

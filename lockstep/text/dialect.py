@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Self
 
 from lockstep.text.answer import AnswerFormat
@@ -127,3 +128,11 @@ class Dialect:
         if form.thinking is not None:
             names = (*names, form.thinking.start, form.thinking.end)
         return frozenset(self.control_ids[name] for name in names if name in self.control_ids)
+
+
+@lru_cache(maxsize=4)
+def dialect_of(
+    tokenizer: Tokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto"
+) -> Dialect:
+    """`Dialect.of`, kept."""
+    return Dialect.of(tokenizer, tool_parser=tool_parser, reasoning_parser=reasoning_parser)

@@ -39,6 +39,18 @@ def _byte_level_table() -> dict[str, int]:
 _BYTE_OF = _byte_level_table()
 
 
+def common_beginning(a: str, b: str) -> int:
+    """How many characters two texts begin with in common."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a.startswith(b[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 class _ByteRules:
     """How a token's name in the vocabulary stands for bytes, read off the decoder."""
 
@@ -114,6 +126,14 @@ class Tokenizer:
         self._added = frozenset(added)
         marked = (token for token, entry in added.items() if entry.special)
         self._special = frozenset(marked) | frozenset(special_ids)
+        # Texts are cut at these before anything else is done to them, so what stands on one
+        # side of such a token has the same ids whatever stands on the other.
+        self._borders = {
+            token: entry.content
+            for token, entry in added.items()
+            if token in self._special
+            and not (entry.lstrip or entry.normalized or entry.single_word)
+        }
         self._bytes: dict[int, bytes] = {}
         ends = (backend.token_to_id(name) for name in _END_TOKENS)
         self._eos = tuple(dict.fromkeys([*eos_ids, *(end for end in ends if end in self._special)]))
@@ -212,6 +232,26 @@ class Tokenizer:
         anchor = self.encode("\n", add_special_tokens=False)
         ids = self.encode("\n" + text, add_special_tokens=False)
         return ids[len(anchor) :] if ids[: len(anchor)] == anchor else ids
+
+    def encode_beside(self, text: str, other: str, ids: Sequence[int]) -> list[int]:
+        """`encode(text, add_special_tokens=False)` for a text that begins like another one.
+
+        What both have in common, up to a control token, is not tokenised again.
+
+        Args:
+            ids: those of `other`.
+        """
+        shared = common_beginning(text, other)
+        marks = [self._borders[token] for token in set(ids) & self._borders.keys()]
+        cut = len(text) if shared == len(text) and other.startswith(tuple(marks), shared) else -1
+        if cut < 0:
+            cut = max((text.rfind(mark, 0, shared) for mark in marks), default=-1)
+        if 2 * cut > len(other):  # else there is more to tokenise than to be spared
+            behind = self.encode(other[cut:], add_special_tokens=False)
+            before = len(ids) - len(behind)
+            if list(ids[before:]) == behind:
+                return [*ids[:before], *self.encode(text[cut:], add_special_tokens=False)]
+        return self.encode(text, add_special_tokens=False)
 
     def render_chat(
         self,

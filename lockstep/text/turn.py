@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.text.tools import Function, ToolChoice
+from lockstep.types import RequestError
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -41,4 +42,30 @@ class Turn:
     def length(self) -> int:
         """Characters of text, about."""
         texts = sum(len(message.get("content") or "") for message in self.messages)
-        return texts + sum(len(str(function.parameters)) for function in self.functions)
+        calls = sum(len(str(message.get("tool_calls") or "")) for message in self.messages)
+        return texts + calls + sum(len(str(each.parameters)) for each in self.functions)
+
+
+def functions_of(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Function, ...]:
+    """The functions of `tools`, which is as in a body of `/v1/chat/completions`.
+
+    Raises:
+        RequestError: no list of functions, two of one name, or one that cannot be called.
+    """
+    if tools is not None and not isinstance(tools, list | tuple):
+        raise RequestError(f"tools must be a list of functions, got {tools!r:.100}", field="tools")
+    found: dict[str, Function] = {}
+    for index, tool in enumerate(tools or ()):
+        own = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(own, Mapping) or not isinstance(own.get("name"), str):
+            raise RequestError(
+                f'tools[{index}] must be {{"type": "function", "function": {{"name": ..., '
+                f'"description": ..., "parameters": ...}}}}, got {tool!r:.100}',
+                field="tools",
+            )
+        name = own["name"]
+        if name in found:
+            raise RequestError(f"tools: {name!r} is there twice", field="tools")
+        described, parameters = own.get("description") or "", own.get("parameters") or {}
+        found[name] = Function(name, described, parameters, bool(own.get("strict")))
+    return tuple(found.values())

@@ -179,3 +179,27 @@ def test_settings_name_branches(folders: dict[str, str], tmp_path: Path) -> None
             engine_config("smollm2", branches={name: "x"})
     with pytest.raises(ConfigError, match="branch_depth"):
         engine_config("smollm2", branch_depth="half")  # type: ignore[arg-type]
+
+
+def test_a_conversation_with_functions_is_read_as_a_chat_reads_it(llm: LLM) -> None:
+    look = {"type": "function", "function": {"name": "look", "description": "answer answer"}}
+    call = {"name": "look", "arguments": {"what": "search"}}
+    given = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "1", "content": "refuse"},
+    ]
+    told = llm.decide_then_write(given, branch="judge", continue_if="answer", tools=[look])
+    assert told.text == llm.chat(given, tools=[look]).text
+    before = llm.stats().computed_tokens
+    decision = llm.decide(given, branch="judge", tools=[look])
+    assert decision == told.decision
+    assert decision.value == "answer"  # said by the function alone, once more than the others
+    suffix = len(smollm2_tokenizer().encode_inside(" ?"))
+    assert llm.stats().computed_tokens - before == suffix
+    assert llm.decide(given, branch="judge").value != "answer"
+    question = Choice("?", ["a", "b"])
+    gated = llm.decide_then_write(given, question=question, continue_if=["a", "b"], tools=[look])
+    assert llm.decide(given, question, tools=[look]) == gated.decision
+    with pytest.raises(RequestError, match=r"tool_calls\[0\] must have an id"):
+        llm.decide([{"role": "assistant", "tool_calls": [{}]}], branch="judge")

@@ -10,6 +10,7 @@ import pytest
 
 from lockstep.branch import Branch
 from lockstep.decisions import (
+    BranchSource,
     Choice,
     Decision,
     GateSpec,
@@ -19,10 +20,13 @@ from lockstep.decisions import (
     gate_chat,
     gate_prompt,
     inquire,
+    own_question,
 )
 from lockstep.decisions.branches import reading
 from lockstep.decisions.decision import OptionScores, decide
 from lockstep.decisions.render import branch_suffix_ids, context_ids
+from lockstep.text.tools import Function
+from lockstep.text.turn import Turn
 from lockstep.types import GateOutcome, RequestError, SamplingParams
 from tests.decisions.test_requests import ALTERNATING, builder, tokenizer
 
@@ -58,12 +62,26 @@ CODES = branch(
 VALUE = branch(head="value", options=("value",), thresholds={})
 BRANCHES = {"judge": JUDGE, "codes": CODES, "reward": VALUE}
 QUESTION = Choice("Answer now?", ["answer", "search"])
+LOOK = Function("look", "Looks.", {"type": "object", "properties": {"c": {"type": "string"}}})
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"c": "Oslo"}'}}
+CALLED = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "rain"},
+]
+# Knows functions, as models that were taught to call them do.
+NATIVE = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def chat_gate(spec: GateSpec, messages: Any = CHAT, template: str | None = "") -> Any:
     made = builder(template)
-    ids = made.encode_chat(messages)
-    return gate_chat(made, spec, BRANCHES, messages, ids), ids, made
+    chat = made.chat(Turn(messages))
+    return gate_chat(made, spec, BRANCHES, chat), list(chat.ids), made
 
 
 def test_a_question_stands_as_it_does_in_a_decision_and_the_answer_as_in_a_chat() -> None:
@@ -259,3 +277,24 @@ def test_thresholds_of_a_branch_are_tried_in_its_own_order() -> None:
     how = reading(tokenizer(), branch(thresholds={"answer": 0.3}), own)
     scores = OptionScores(scores.logprobs, "judge", 1.0, how.thresholds, how.order)
     assert decide(own, scores).value == "refuse"
+
+
+@pytest.mark.parametrize("template", ["", NATIVE], ids=["written out", "native"])
+@pytest.mark.parametrize("messages", [CALLED, CALLED[:2], CHAT], ids=["result", "call", "plain"])
+def test_a_decision_about_a_chat_with_functions_reads_what_its_gate_reads(
+    template: str, messages: Any
+) -> None:
+    made = builder(template)
+    turn = Turn(messages, [LOOK])
+    chat = made.chat(turn)
+    assert "look" in chat.text
+    for spec, source in (
+        (GateSpec(["answer"], question=QUESTION), None),
+        (GateSpec(["answer"], branch="judge"), BranchSource("judge", JUDGE)),
+    ):
+        gated = gate_chat(made, spec, BRANCHES, chat)
+        question = QUESTION if source is None else own_question(JUDGE)
+        (asked,) = inquire(made, turn, [question], source=source).requests()
+        (probe,) = gated.gate.probes
+        assert (*gated.prompt, *probe.suffix) == asked.prompt
+        assert next(filter(None, gated.gate.headers)) == chat.ids[len(gated.prompt) :]

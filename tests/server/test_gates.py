@@ -534,3 +534,55 @@ def test_lines_of_a_batch_may_have_gates(judged: httpx.Client) -> None:
     wrong = judged.get(f"/v1/files/{batch['error_file_id']}/content").text.splitlines()
     (error,) = map(json.loads, wrong)
     assert error["response"]["body"]["error"]["param"] == "gate.branch"
+
+
+# --- functions ------------------------------------------------------------------------------
+
+LOOK = {"type": "function", "function": {"name": "look", "description": "answer", "parameters": {}}}
+CALLED = {"name": "look", "arguments": '{"for": "answer"}'}
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "Can I answer? " + "A long story. " * 6},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": CALLED}],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "search for answer"},
+]
+ITEMS = [
+    MESSAGES[0],
+    {"type": "function_call", "call_id": "1", **CALLED},
+    {"type": "function_call_output", "call_id": "1", "output": "search for answer"},
+]
+
+
+@pytest.mark.parametrize("gate", [JUDGE, QUESTION], ids=["branch", "question"])
+def test_a_decision_about_a_chat_with_functions_is_its_gates_and_finds_its_pages(
+    judged: httpx.Client, gate: dict[str, Any]
+) -> None:
+    """In every door: what a conversation with calls says is not lost, and read once."""
+    judge = gate.get("branch")
+    body = {"model": "parrot", "messages": MESSAGES, "tools": [LOOK], "max_tokens": 1}
+    gated = whole(judged.post("/v1/chat/completions", json={**body, "gate": gate}))
+    decided = gated["decision"]
+    if judge:
+        assert decided["probabilities"]["answer"] > 0.99  # it has read tools, calls and results
+    question = gate.get("question") or {
+        "type": "choice",
+        "instructions": "?",
+        "choices": [{"value": value} for value in decided["probabilities"]],
+    }
+    asked = {"model": judge or "parrot", "input": ITEMS, "tools": [LOOK], "questions": [question]}
+    told = whole(judged.post("/v1/decisions", json=asked))
+    found = {p["value"]: p["probability"] for p in told["answers"][0]["probabilities"]}
+    assert found == decided["probabilities"]
+    usage = told["usage"]
+    read = usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"]
+    twice = whole(judged.post("/v1/decisions", json={**asked, "questions": [question] * 2}))
+    assert read == twice["usage"]["input_tokens"] - usage["input_tokens"]  # the question alone
+    without = whole(judged.post("/v1/decisions", json={**asked, "tools": None}))
+    assert without["usage"]["input_tokens"] < usage["input_tokens"]
+    if judge:
+        own = {"model": judge, "messages": MESSAGES, "tools": [LOOK]}
+        (entry,) = whole(judged.post("/v1/classify", json=own))["data"]
+        assert dict(zip(entry["labels"], entry["probs"], strict=True)) == found

@@ -1,12 +1,13 @@
 """`POST /v1/decisions`: OpenAI's shape.
 
 Extensions: `priority`; `refuse_below`, a mass under which an answer is a refusal; a choice's
-`threshold`; and in every answer its `mass`.
+`threshold`; `tools` and `chat_template_kwargs`, as in the chat that the input is of; and in
+every answer its `mass`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
@@ -23,8 +24,10 @@ from lockstep.server.paths import PathRoute
 from lockstep.server.protocol import Body
 from lockstep.server.protocol.inputs import Input, conversation
 from lockstep.server.protocol.questions import QuestionBody, question_of
+from lockstep.server.protocol.tools import MAX_TOOLS, ToolBody, functions_of
 from lockstep.server.replies import Reply, encode
 from lockstep.server.sse import until_disconnect
+from lockstep.text.turn import Turn
 
 router = APIRouter(route_class=PathRoute)
 
@@ -44,6 +47,8 @@ class DecisionsBody(Body):
     questions: Annotated[list[QuestionBody], Field(min_length=1, max_length=MAX_QUESTIONS)]
     priority: int = 0
     refuse_below: Annotated[float, Field(ge=0, le=1)] = 0.0
+    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: CacheOptions | None = None
@@ -55,6 +60,18 @@ class DecisionsBody(Body):
             RequestError: naming the place, e.g. `questions[3].choices[0].value`.
         """
         return [question_of(body, f"questions[{i}]") for i, body in enumerate(self.questions)]
+
+    def turn(self) -> Turn:
+        """The input, a text as a message of the user.
+
+        Raises:
+            RequestError: an input or tools that are none.
+        """
+        given = conversation(self.input)
+        if isinstance(given, str):
+            given = [{"role": "user", "content": given}]
+        functions = functions_of(self.tools)
+        return Turn(given, functions, template_arguments=self.chat_template_kwargs)
 
 
 class PredicateAnswer(Reply, tag_field="type", tag="predicate"):
@@ -148,13 +165,12 @@ async def create_decision(body: DecisionsBody, request: HTTPRequest) -> Response
 
 
 async def _decide(service: Service, body: DecisionsBody, source: Source) -> DecisionsReply:
-    questions, given = body.typed(), conversation(body.input)
-    builder = service.llm.builder
-    characters = len(given) if isinstance(given, str) else sum(len(m["content"]) for m in given)
+    questions, turn = body.typed(), body.turn()
+    builder = service.builder
     decisions, account = await answer(
         service,
-        lambda: inquire(builder, given, questions, source=source, priority=body.priority),
-        characters + sum(len(option.text) for q in questions for option in q.options),
+        lambda: inquire(builder, turn, questions, source=source, priority=body.priority),
+        turn.length() + sum(len(option.text) for q in questions for option in q.options),
     )
     return DecisionsReply(
         model=body.model,

@@ -182,7 +182,7 @@ async def _decide(
     service: Service, body: SystemOneBody, source: Source, name: str
 ) -> SystemOneReply:
     questions, state = body.typed(), content_text(body.state, "state")
-    builder = service.llm.builder
+    builder = service.builder
     decisions, account = await answer(
         service,
         lambda: inquire(

@@ -1,11 +1,12 @@
-"""OpenAI's input items as a conversation that any chat template can show.
+"""OpenAI's input items as the messages that a client of chat completions would send.
 
-Calls of functions and tools, and what these returned, become text of the assistant and of the
-user: a template that knows no tools would leave them out in silence.
+So that a decision about a conversation reads what a chat reads. A call of a tool that takes
+text is one of a function that takes `input`.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -155,16 +156,16 @@ Input = str | Annotated[list[Item], Field(max_length=MAX_ITEMS)]
 
 
 def conversation(given: Input) -> str | list[dict[str, Any]]:
-    """The input as `decisions.inquire` takes it.
+    """The input as a text, or as messages of a chat.
 
     Raises:
         RequestError: an image, an output without its call, JSON beyond its limits.
     """
-    if isinstance(given, str):
-        return given
     if not given:
         raise RequestError("input must not be empty", field="input")
-    calls: dict[tuple[str, str], str] = {}
+    if isinstance(given, str):
+        return given
+    calls: set[tuple[str, str]] = set()
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(given):
         where = f"input[{index}]"
@@ -174,31 +175,31 @@ def conversation(given: Input) -> str | list[dict[str, Any]]:
                 text = parts_text(item.content, f"{where}.content")
                 messages.append({"role": role, "content": text})
             case FunctionCall():
-                calls["function_call", item.call_id] = item.name
-                text = f"Calls {item.name} with {item.arguments}"
-                _add_told(messages, "assistant", text)
+                calls.add((item.type, item.call_id))
+                _add_call(messages, item.call_id, item.name, item.arguments)
             case CustomToolCall():
-                calls["custom_tool_call", item.call_id] = item.name
-                _add_told(messages, "assistant", f"Calls {item.name} with {item.input}")
+                calls.add((item.type, item.call_id))
+                arguments = json.dumps({"input": item.input}, ensure_ascii=False)
+                _add_call(messages, f"{item.call_id} (text)", item.name, arguments)
             case CallOutput():
                 kind = item.type.removesuffix("_output")
-                name = calls.get((kind, item.call_id))
-                if name is None:
+                if (kind, item.call_id) not in calls:
                     raise RequestError(
                         f"{where}.call_id: no {kind} before it has the id {item.call_id!r}",
                         field=f"{where}.call_id",
                     )
+                own = item.call_id if kind == "function_call" else f"{item.call_id} (text)"
                 text = parts_text(item.output, f"{where}.output")
-                _add_told(messages, "user", f"{name} returned: {text}")
+                messages.append({"role": "tool", "tool_call_id": own, "content": text})
     return messages
 
 
-def _add_told(messages: list[dict[str, Any]], role: str, text: str) -> None:
-    """Add text made here; to a message of the same role, for templates that want turns."""
-    if messages and messages[-1]["role"] == role:
-        messages[-1]["content"] += f"\n\n{text}"
-    else:
-        messages.append({"role": role, "content": text})
+def _add_call(messages: list[dict[str, Any]], own: str, name: str, arguments: str) -> None:
+    """A call belongs to the assistant's message before it, as what the model wrote in one turn."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    call = {"id": own, "type": "function", "function": {"name": name, "arguments": arguments}}
+    messages[-1].setdefault("tool_calls", []).append(call)
 
 
 def parts_text(

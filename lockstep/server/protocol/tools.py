@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lockstep.server.protocol.body import Body
+from lockstep.text import turn
 from lockstep.text.tools import Function, ToolChoice
 from lockstep.types import RequestError
 
@@ -86,15 +87,7 @@ def functions_of(tools: Sequence[ToolBody] | None) -> list[Function]:
     Raises:
         RequestError: two of one name, or one that cannot be called.
     """
-    found: dict[str, Function] = {}
-    for tool in tools or ():
-        own = tool.function
-        if own.name in found:
-            raise RequestError(f"tools: {own.name!r} is there twice", field="tools")
-        found[own.name] = Function(
-            own.name, own.description or "", own.parameters or {}, bool(own.strict)
-        )
-    return list(found.values())
+    return list(turn.functions_of([tool.model_dump() for tool in tools or ()]))
 
 
 def choice_of(

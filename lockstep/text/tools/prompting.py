@@ -60,11 +60,7 @@ def native(messages: Sequence[Message], *, short_ids: bool) -> list[dict[str, An
 
 
 def one_by_one(messages: Sequence[Message]) -> list[Message]:
-    """Calls side by side as calls one after another, each with its result.
-
-    Args:
-        messages: as `check_calls` lets them pass.
-    """
+    """Calls side by side as calls one after another, each with its result if it has one."""
     result: list[Message] = []
     left = list(messages)
     while left:
@@ -73,11 +69,15 @@ def one_by_one(messages: Sequence[Message]) -> list[Message]:
         if len(calls) < 2:
             result.append(message)
             continue
-        answers = {each["tool_call_id"]: each for each in left[: len(calls)]}
-        del left[: len(calls)]
+        answers: dict[str, Message] = {}
+        while left and left[0]["role"] == "tool" and len(answers) < len(calls):
+            answer = left.pop(0)
+            answers[answer["tool_call_id"]] = answer
         for index, call in enumerate(calls):
             content = message["content"] if index == 0 else ""
-            result += [{**message, "content": content, "tool_calls": [call]}, answers[call["id"]]]
+            result.append({**message, "content": content, "tool_calls": [call]})
+            if call["id"] in answers:
+                result.append(answers[call["id"]])
     return result
 
 
@@ -90,8 +90,10 @@ def _native_call(call: Message, short_ids: bool) -> dict[str, Any]:
     }
 
 
-def _object(arguments: str) -> Any:
+def _object(arguments: str | Mapping[str, Any]) -> Any:
     """The arguments as an object; text that is none stays as it is."""
+    if not isinstance(arguments, str):
+        return dict(arguments)
     try:
         value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -147,6 +149,32 @@ def without_system(messages: Sequence[Message]) -> list[dict[str, Any]]:
             message["content"] = f"{system['content']}\n\n{message['content']}"
             return rest
     return [{**system, "role": "user"}, *rest]
+
+
+def check_shape(messages: Sequence[Message]) -> None:
+    """Calls and results must be such as this module reads.
+
+    Raises:
+        RequestError: naming the message and the part.
+    """
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
+            raise _no(f"{where}.tool_call_id must be the id of the call that it answers")
+        calls = message.get("tool_calls") or ()
+        if not isinstance(calls, list | tuple):
+            raise _no(f"{where}.tool_calls must be a list")
+        for place, call in enumerate(calls):
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(call.get("id"), str):
+                raise _no(f"{where}.tool_calls[{place}] must have an id and a function")
+            named = isinstance(function.get("name"), str)
+            if not named or not isinstance(function.get("arguments"), str | Mapping):
+                raise _no(f"{where}.tool_calls[{place}].function must have a name and arguments")
+
+
+def _no(text: str) -> RequestError:
+    return RequestError(text, field="messages")
 
 
 def check_calls(messages: Sequence[Message]) -> None:
