@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.drive import Driven, drive
-from bench.limits import measure
+from bench.limits import H200, measure
 from lockstep.config import CacheConfig, SchedulerConfig
 from lockstep.engine.loop import Engine
 from lockstep.options import normalise
@@ -243,7 +243,7 @@ def main() -> int:
     parser.add_argument("--shape", default="", help="a public shape, on a GPU")
     options = parser.parse_args()
     print(f"load before: {os.getloadavg()[0]:.2f} (quiet is below 0.3)", flush=True)
-    flops = 790e12 if options.shape else measure(options.threads, "bfloat16").flops
+    flops = H200.flops if options.shape else measure(options.threads, "bfloat16").flops
     runner = make_runner(options)
     engine = Engine(runner, SchedulerConfig(), CacheConfig(), runner.info())
     model = runner.model

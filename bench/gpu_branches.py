@@ -1,6 +1,6 @@
 """Judge and writer in one engine, against two engines on one card: random weights of an 8B shape.
 
-    python -m bench.gpu_branches [--contexts 64] [--length 4096] [--new 64] [--branches ...]
+    python -m bench.gpu_branches [--branches 20-24-suffix ...] [--contexts 32] [--rounds 2]
 
 Every context is decided about, and half of them answered. The ways, each on cold caches:
 
@@ -8,18 +8,21 @@ Every context is decided about, and half of them answered. The ways, each on col
 - two engines, full judge: one process decides at the model's full depth, another writes; each
   has its own weights and its own prefix cache, both run on the same GPU at the same time.
 - two engines, early exit: as before, but the judge's rows leave at the branch's exit.
-- one engine, two prefills: the decision and the answer are two requests and share nothing.
+- one engine, two prefills: the decision, which leaves at the exit, and the answer are two
+  requests and share nothing.
 
-All run the same kernels, so what differs is the work. Decisions and answers of the gated way
-and of two processes must be equal to the bit. Figures beside them: rows x layers that a
-context cost, against the layers of the model; the pool's tokens with and without the branch's
-groups; tail pages at most.
+All run the same kernels, so what differs is the work. Each way does all of it once untimed,
+which compiles and captures, then `--rounds` times. Decisions and answers must be equal in all
+of them. Beside the seconds: rows x layers that contexts cost, with their bound; the same of
+closed and of open gates alone; pages of tails and of rows at stops at most; the pool's tokens
+with and without the branch's groups. The limit counts two operations a weight, row and layer of
+the way's bound, attention's sums, and for each token of an answer one reading of the weights
+and of the keys and values of all who write.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import random
 import statistics
@@ -29,152 +32,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal
 
-from lockstep.branch import TARGETS, Branch
+from bench.branch_package import parts_of, write_random_branch
+from bench.branch_worker import Room, Setting, Worker
+from bench.limits import H200
+from bench.shapes import SHAPES
 from lockstep.options import log_softmax, normalise
-from lockstep.types import EngineStats, Gate, GateProbe, Request, SamplingParams
+from lockstep.types import Gate, GateProbe, Request, SamplingParams
 
-BASE = "random"
-OPTIONS = ("answer", "refuse")
 QUESTION, HEADER = 24, 8  # tokens of the judge's suffix, and of what writing begins with
-POOL_BYTES = 40 << 30
+FEW = 4  # contexts of which all gates are closed, or open
 OUT = Path(__file__).resolve().parent / "out"
-
-
-# --- an engine in a process of its own ----------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a worker makes an engine of."""
-
-    shape: str
-    folder: str
-    depth: Literal["full", "exit"] = "full"
-    caching: bool = True
-    branch: bool = True
-    graphs: bool = True
-    pool: int = POOL_BYTES
-
-
-@dataclass(frozen=True)
-class Answered:
-    """What came of one request."""
-
-    id: str
-    tokens: tuple[int, ...]
-    scores: tuple[float, ...]
-    chosen: int | None
-
-
-@dataclass(frozen=True)
-class Room:
-    """Tokens that the pool holds, without and with the branch's own groups."""
-
-    alone: int
-    beside: int
-
-
-def worker(pipe: Connection, setting: Setting) -> None:
-    """Serve requests that come through the pipe until it says stop."""
-    import torch
-
-    from bench.random_model import random_model
-    from bench.shapes import SHAPES
-    from lockstep.branch import read_branch
-    from lockstep.config import BranchOptions, CacheConfig, SchedulerConfig
-    from lockstep.engine.loop import Engine
-    from lockstep.kernels import cpu, cuda
-    from lockstep.runner.memory import plan_pool
-    from lockstep.runner.runner import Identity, Runner
-
-    backend = cuda.make_backend("cuda") if torch.cuda.is_available() else cpu.make_backend()
-    scheduler = SchedulerConfig(max_step_tokens=8192, max_sequences=256).resolved(backend.kind)
-    cache = CacheConfig(prefix_caching=setting.caching)
-    model = random_model(SHAPES[setting.shape], backend)
-    branch = read_branch(setting.folder) if setting.branch else None
-    runner = Runner(
-        model,
-        backend,
-        page_tokens=cache.resolved(backend.kind).page_tokens,
-        memory_bytes=setting.pool,
-        step_tokens=scheduler.max_step_tokens,
-        max_sequences=scheduler.max_sequences,
-        graphs=setting.graphs,
-        identity=Identity(setting.shape, BASE),
-        branches=[] if branch is None else [branch],
-    )
-    runner.warm_up()
-    elements = setting.pool // torch.empty((), dtype=model.dtype).element_size()
-    room = Room(
-        *(
-            plan_pool(groups, runner.page_tokens, elements).tokens()
-            for groups in (model.groups, runner.groups)
-        )
-    )
-    load = (("judge", setting.folder),) if setting.branch else ()
-    options = BranchOptions(load=load, depth=setting.depth)
-    engine = Engine(runner, scheduler, cache, runner.info(), branches=options)
-    pipe.send((room, model.num_layers))
-    found: dict[str, list[Any]] = {}
-    tails = 0
-    while True:
-        while pipe.poll(0 if engine.has_work() else None):
-            message = pipe.recv()
-            if message == "stop":
-                engine.close()
-                return
-            if message == "stats":
-                pipe.send((engine.stats(), tails))
-            elif message == "flush":
-                engine.flush_cache()
-                tails = 0
-            else:
-                for request in message:
-                    found[request.id] = []
-                    engine.submit(request)
-        done = []
-        for out in engine.step():
-            if out.error:
-                raise RuntimeError(f"{out.request}: {out.error}")
-            found[out.request].append(out)
-            if out.finish is not None:
-                outputs = found.pop(out.request)
-                gates = [o.gate.chosen for o in outputs if o.gate is not None]
-                done.append(
-                    Answered(
-                        out.request,
-                        tuple(token for o in outputs for token in o.tokens),
-                        outputs[-1].scores,
-                        gates[0] if gates else None,
-                    )
-                )
-        tails = max(tails, engine.stats().pages_tail)
-        if done:
-            pipe.send(done)
-
-
-class Worker:
-    """The other end of a worker."""
-
-    def __init__(self, setting: Setting) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self.pipe, other = spawn.Pipe()
-        self.process = spawn.Process(target=worker, args=(other, setting), daemon=True)
-        self.process.start()
-        other.close()
-        self.room, self.layers = self.pipe.recv()
-
-    def stats(self) -> tuple[EngineStats, int]:
-        """The engine's counters, and tail pages at most since the last flush."""
-        self.pipe.send("stats")
-        found: tuple[EngineStats, int] = self.pipe.recv()
-        return found
-
-    def close(self) -> None:
-        self.pipe.send("stop")
-        self.process.join(60)
 
 
 # --- the work -------------------------------------------------------------------------------
@@ -188,6 +56,10 @@ class Work:
     question: tuple[int, ...]
     header: tuple[int, ...]
     new: int
+
+    @property
+    def rows(self) -> int:
+        return sum(map(len, self.contexts))
 
     def decision(self, index: int) -> Request:
         return Request(
@@ -215,6 +87,17 @@ class Work:
         return SamplingParams(temperature=0.0, max_tokens=self.new, ignore_eos=True, seed=0)
 
 
+def make_work(options: argparse.Namespace, seed: int) -> Work:
+    source = random.Random(seed)
+    vocabulary = int(SHAPES[options.shape]["vocab_size"])
+
+    def some(count: int) -> tuple[int, ...]:
+        return tuple(source.randrange(vocabulary) for _ in range(count))
+
+    contexts = [some(options.length) for _ in range(options.contexts)]
+    return Work(contexts, some(QUESTION), some(HEADER), options.new)
+
+
 def probability(scores: Sequence[float]) -> float:
     return normalise(log_softmax(scores))[0]
 
@@ -226,20 +109,20 @@ class Outcome:
     seconds: float = 0.0
     texts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     layers: int = 0
-    tails: int = 0
+    pages: int = 0
 
 
 def measured(workers: Sequence[Worker], run: Callable[[], dict[int, tuple[int, ...]]]) -> Outcome:
     """A run on cold caches."""
     for each in workers:
-        each.pipe.send("flush")
+        each.flush()
     before = [each.stats()[0].computed_layers for each in workers]
     begin = time.perf_counter()
     texts = run()
     found = Outcome(time.perf_counter() - begin, texts)
     after = [each.stats() for each in workers]
     found.layers = sum(s.computed_layers - b for (s, _), b in zip(after, before, strict=True))
-    found.tails = max(tails for _, tails in after)
+    found.pages = max(pages for _, pages in after)
     return found
 
 
@@ -287,7 +170,7 @@ def in_two(judge: Worker, writer: Worker, work: Work, threshold: float) -> Outco
 
 
 def half(judge: Worker, work: Work) -> float:
-    """The threshold that half of the contexts reach; also compiles what later runs need."""
+    """The threshold that half of the contexts reach."""
     judge.pipe.send([work.decision(i) for i in range(len(work.contexts))])
     found: list[float] = []
     while len(found) < len(work.contexts):
@@ -295,152 +178,234 @@ def half(judge: Worker, work: Work) -> float:
     return statistics.median(found)
 
 
+# --- bounds ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What the ways of one branch cost at least.
+
+    Args:
+        context: whether the branch's adapters act on the context's rows.
+    """
+
+    shape: str
+    fork: int
+    exit: int
+    context: bool
+
+    @property
+    def layers(self) -> int:
+        return int(SHAPES[self.shape]["num_hidden_layers"])
+
+    @property
+    def own(self) -> int:
+        """Layers that a context's rows take part in a second time, as the branch's."""
+        return self.exit - self.fork if self.context else 0
+
+    @property
+    def stop(self) -> int:
+        """Layers of the trunk that a context costs whose gate stays closed."""
+        return self.fork if self.context else self.exit
+
+    def of_way(self, way: str, opened: float) -> float:
+        """Layers a context row, where that share of the gates opens."""
+        if way == "gated":
+            return self.stop + self.own + opened * (self.layers - self.stop)
+        if way.endswith("full judge"):
+            return self.layers + self.own + opened * self.layers
+        return self.stop + self.own + opened * self.layers
+
+    def asides(self, work: Work, opened: int) -> int:
+        """Rows x layers beside the contexts: questions, headers and answers."""
+        written = len(work.header) + work.new - 1
+        return len(work.contexts) * len(work.question) * self.exit + opened * written * self.layers
+
+    def seconds(self, way: str, work: Work, opened: int) -> float:
+        """The limit, see the module's text."""
+        config = SHAPES[self.shape]
+        hidden, inner, head = (
+            int(config[key]) for key in ("hidden_size", "intermediate_size", "head_dim")
+        )
+        queries = int(config["num_attention_heads"]) * head
+        keys = int(config["num_key_value_heads"]) * head
+        weights = hidden * (2 * queries + 2 * keys + 3 * inner)
+        length = work.rows / len(work.contexts)
+        rows = work.rows * self.of_way(way, opened / len(work.contexts))
+        sums = rows * (2 * weights + 4 * queries * length / 2)
+        sums += self.asides(work, opened) * (2 * weights + 4 * queries * length)
+        model = 2 * (self.layers * weights + hidden * int(config["vocab_size"]))
+        held = opened * length * 4 * keys * self.layers
+        return sums / H200.flops + work.new * (model + held) / H200.read_bytes
+
+
 # --- the comparison -------------------------------------------------------------------------
 
 
-def package(shape: str, fork: int, exit_: int, adapt: str, folder: Path) -> str:
-    """A branch with random adapters and head, on disk."""
-    import torch
+class Comparison:
+    """All ways of one branch, and its part of the table."""
 
-    from bench.shapes import SHAPES
-    from lockstep.weights.branch import write_package
+    def __init__(self, options: argparse.Namespace, name: str, own: Worker, writer: Worker) -> None:
+        self._options = options
+        self._name = name
+        self._own = own
+        self._writer = writer
+        fork, exit_, adapt = parts_of(name)
+        self._bound = Bound(options.shape, fork, exit_, adapt == "context")
+        self._work = make_work(options, fork)
+        self._found: dict[str, list[Outcome]] = {}
+        self._notes: list[str] = []
+        self._threshold = 0.0
 
-    config = SHAPES[shape]
-    hidden, inner, head = (
-        int(config[key]) for key in ("hidden_size", "intermediate_size", "head_dim")
-    )
-    queries = int(config["num_attention_heads"]) * head
-    keys = int(config["num_key_value_heads"]) * head
-    sizes = {
-        "q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries), "gate_proj": (inner, hidden), "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-    }  # fmt: skip
-    branch = Branch(
-        base=BASE, base_name=shape, fork=fork, exit=exit_,
-        adapt="context" if adapt == "context" else "suffix",
-        rank=16, scale=1.0, targets=TARGETS, head="options", options=OPTIONS, suffix="?",
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(fork)
-    tensors = {
-        "norm.weight": torch.ones(hidden),
-        "head.weight": torch.randn(2, hidden, generator=generator) * hidden**-0.5,
-        "head.bias": torch.zeros(2),
-    }
-    for layer in range(fork, exit_):
-        for target in TARGETS:
-            n, k = sizes[target]
-            a = torch.randn(branch.rank, k, generator=generator) * k**-0.5
-            tensors[f"layers.{layer}.{target}.lora_A"] = a
-            tensors[f"layers.{layer}.{target}.lora_B"] = torch.randn(
-                n, branch.rank, generator=generator
-            ) * (0.3 * branch.rank**-0.5)
-    write_package(branch, tensors, folder)
-    return str(folder)
+    def run(self, changed: Callable[[], None]) -> None:
+        """Args: changed: called whenever `lines` says more than before."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_random_branch(self._name, self._options.shape, Path(folder) / "judge")
+            base = Setting(path, pool=self._options.pool)
+            own = self._own
+            room = self._set_up(base)
+            self._threshold = half(own, self._work)
+            self._rounds("gated", lambda work, limit: in_one(own, work, limit), changed)
+            self._alone(room)
+            changed()
+            # A judge of its own has no use for trunk rows behind its exit. It never decodes.
+            early = replace(base, depth="exit", graphs=False)
+            bound = self._bound
+            if bound.exit < bound.layers:
+                self._set_up(early)
+                self._rounds("two engines, early exit", self._in_two, changed)
+            if not bound.context:  # the branch's rows of a context beside all of the trunk's: no
+                self._set_up(replace(early, depth="full"))
+                self._rounds("two engines, full judge", self._in_two, changed)
+            if self._name in self._options.twice:
+                self._set_up(replace(base, depth="exit", caching=False))
+                self._rounds(
+                    "one engine, two prefills",
+                    lambda work, limit: in_two(own, own, work, limit),
+                    changed,
+                )
+        texts = self._found["gated"][0].texts
+        for way, outcomes in self._found.items():
+            for one in outcomes:
+                assert one.texts == texts, f"{self._name}, {way}: decided or wrote otherwise"
+        self._say(f"all ways gave the same decisions and answers ({len(texts)} written)")
 
+    def _in_two(self, work: Work, limit: float) -> Outcome:
+        return in_two(self._own, self._writer, work, limit)
 
-def compare(
-    options: argparse.Namespace, writer: Worker, fork: int, exit_: int, adapt: str
-) -> list[str]:
-    """One branch through every way; the rows of its table."""
-    from bench.shapes import SHAPES
+    def _set_up(self, setting: Setting) -> Room:
+        begin = time.perf_counter()
+        room = self._own.set_up(setting)
+        self._say(f"engine made in {time.perf_counter() - begin:.1f} s")
+        return room
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = package(options.shape, fork, exit_, adapt, Path(folder) / "judge")
-        base = Setting(options.shape, path, pool=options.pool)
-        source = random.Random(fork)
-        vocabulary = int(SHAPES[options.shape]["vocab_size"])
+    def _say(self, text: str) -> None:
+        print(f"  {self._name}: {text}", flush=True)
 
-        def some(count: int) -> tuple[int, ...]:
-            return tuple(source.randrange(vocabulary) for _ in range(count))
+    def _rounds(
+        self, way: str, run: Callable[[Work, float], Outcome], changed: Callable[[], None]
+    ) -> None:
+        warm = run(self._work, self._threshold)
+        found = self._found[way] = []
+        for _ in range(self._options.rounds):
+            found.append(run(self._work, self._threshold))
+        seconds = [round(each.seconds, 3) for each in found]
+        self._say(f"{way}: {seconds} s (untimed first: {warm.seconds:.2f} s)")
+        changed()
 
-        contexts = [some(options.length) for _ in range(options.contexts)]
-        work = Work(contexts, some(QUESTION), some(HEADER), options.new)
-        warm = replace(work, contexts=[some(options.length) for _ in range(8)])
-        found: dict[str, list[Outcome]] = {}
-        room = Room(1, 1)
-
-        def rounds(name: str, run: Callable[[Work, float], Outcome], threshold: float) -> None:
-            run(warm, threshold)  # compiles, captures
-            found[name] = [run(work, threshold) for _ in range(options.rounds)]
-            seconds = [round(each.seconds, 3) for each in found[name]]
-            print(f"  fork {fork}, exit {exit_}, {adapt}, {name}: {seconds} s", flush=True)
-
-        own = Worker(base)
-        threshold = half(own, work)
-        room, layers = own.room, own.layers
-        rounds("gated", lambda w, t: in_one(own, w, t), threshold)
-        own.close()
-        if f"{fork}-{exit_}-{adapt}" in options.twice:
-            twice = Worker(replace(base, caching=False))
-            rounds("one engine, two prefills", lambda w, t: in_two(twice, twice, w, t), threshold)
-            twice.close()
-        # A judge of its own has no use for trunk rows behind its exit, nor for both kinds.
-        judges: dict[str, Literal["full", "exit"]] = {}
-        if exit_ == layers:
-            judges["two engines, full judge"] = "exit"
-        else:
-            judges["two engines, early exit"] = "exit"
-            if adapt == "suffix":
-                judges["two engines, full judge"] = "full"
-        for name, depth in judges.items():
-            judge = Worker(replace(base, depth=depth, graphs=False))  # it never decodes
-            rounds(name, lambda w, t, judge=judge: in_two(judge, writer, w, t), threshold)  # type: ignore[misc]
-            judge.close()
-    for name, outcomes in found.items():
-        for one in outcomes:
-            assert one.texts == found["gated"][0].texts, f"{name}: decided or wrote otherwise"
-    base_seconds = statistics.median(one.seconds for one in found["gated"])
-    rows = options.contexts * options.length
-    lines = []
-    for name, outcomes in found.items():
-        seconds = statistics.median(one.seconds for one in outcomes)
-        work_done = len(contexts) + len(outcomes[0].texts)
-        lines.append(
-            f"| {fork}-{exit_} {adapt} | {name} | {seconds:.2f} | {work_done / seconds:.1f} "
-            f"| {seconds / base_seconds:.2f} | {outcomes[0].layers / rows:.2f} "
-            f"| {outcomes[0].tails} |"
+    def _alone(self, room: Room) -> None:
+        """Layers of gates that all stay closed, or all open; and what of the pool is lost."""
+        few = replace(self._work, contexts=self._work.contexts[:FEW])
+        layers = []
+        for threshold, opened in ((1.0, 0), (0.0, len(few.contexts))):
+            found = in_one(self._own, few, threshold)
+            assert len(found.texts) == opened, "a probability of exactly one or below zero"
+            layers.append((found.layers - self._bound.asides(few, opened)) / few.rows)
+        closed, open_ = (self._bound.of_way("gated", share) for share in (0.0, 1.0))
+        lost = 1 - room.beside / room.alone
+        note = (
+            f"layers a context row, gate closed: {layers[0]:.2f} (bound {closed:.0f})"
+            f", open: {layers[1]:.2f} (bound {open_:.0f}); pool of {room.alone} tokens, "
+            f"{lost:.3%} lost to the branch."
         )
-    lost = 1 - room.beside / room.alone
-    print(f"  pool: {room.alone} tokens, {room.beside} beside the branch: {lost:.3%} lost")
-    lines.append(f"| {fork}-{exit_} {adapt} | pool's tokens lost to the branch: {lost:.3%} |||||")
-    return lines
+        self._notes.append(f"{self._name}: {note}")
+        self._say(note)
+
+    def lines(self) -> tuple[list[str], list[str]]:
+        """Rows of the table so far, and notes below it."""
+        base = statistics.median(one.seconds for one in self._found["gated"])
+        rows = []
+        for way, outcomes in self._found.items():
+            all_ = sorted(one.seconds for one in outcomes)
+            seconds, first = statistics.median(all_), outcomes[0]
+            opened, contexts = len(first.texts), len(self._work.contexts)
+            layers = first.layers / self._work.rows
+            context = layers - self._bound.asides(self._work, opened) / self._work.rows
+            bound = self._bound.of_way(way, opened / contexts)
+            least = self._bound.seconds(way, self._work, opened)
+            rows.append(
+                f"| {self._name} | {way} | {seconds:.2f} ({all_[0]:.2f} to {all_[-1]:.2f}) "
+                f"| {(contexts + opened) / seconds:.1f} | {seconds / base:.2f} | {layers:.2f} "
+                f"| {context:.2f} | {bound:.2f} | {first.pages} | {least:.2f} "
+                f"| {least / seconds:.0%} |"
+            )
+        return rows, self._notes
 
 
 def main() -> None:
-    """Every branch in turn, then the table."""
+    """Every branch in turn; the table is written anew after each figure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--contexts", type=int, default=64)
+    parser.add_argument("--contexts", type=int, default=32)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--pool", type=int, default=POOL_BYTES, help="bytes of each engine's pool")
+    parser.add_argument("--pool", type=int, default=40 << 30, help="bytes of each engine's pool")
     parser.add_argument(
-        "--branches", nargs="+", default=["32-36-suffix", "32-36-context", "20-24-suffix",
-        "20-24-context"], help="fork-exit-adapt",
+        "--branches", nargs="+", default=["20-24-suffix", "32-36-suffix", "20-24-context",
+        "32-36-context"], help="fork-exit-adapt",
     )  # fmt: skip
     parser.add_argument(
-        "--twice", nargs="*", default=["32-36-suffix"], help="branches also tried by two prefills"
+        "--twice", nargs="*", default=["20-24-suffix"], help="branches also tried by two prefills"
     )
     options = parser.parse_args()
-    lines = [
+    head = [
         f"{options.shape}, random weights, {options.contexts} contexts of {options.length} tokens, "
-        f"half of the gates open, {options.new} tokens written; medians of {options.rounds}.",
+        f"half of the gates open, {options.new} tokens written; seconds are medians of "
+        f"{options.rounds} rounds (least to most).",
         "",
-        "| branch | way | s | decisions + answers a second | time, gated = 1 | layers a context "
-        "row | tail pages at most |",
-        "|---|---|---|---|---|---|---|",
+        "| branch | way | s | decisions and answers a second | time, gated = 1 | layers a context "
+        "row | without questions and answers | bound of that | branches' pages at most | limit, s "
+        "| share of it |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     out = Path(os.environ.get("OUT", OUT))
     out.mkdir(parents=True, exist_ok=True)
-    writer = Worker(Setting(options.shape, "", branch=False, pool=options.pool))
-    for each in options.branches:
-        fork, exit_, adapt = each.split("-")
-        lines += compare(options, writer, int(fork), int(exit_), adapt)
-        (out / "gpu_branches.md").write_text("\n".join(lines) + "\n")
-    writer.close()
-    print("\n" + "\n".join(lines))
+    begin = time.perf_counter()
+    own, writer = Worker(options.shape), Worker(options.shape)
+    own.loaded()
+    writer.loaded()
+    print(f"two models loaded in {time.perf_counter() - begin:.1f} s", flush=True)
+    writer.set_up(Setting(pool=options.pool))
+    rows: list[str] = []
+    notes: list[str] = []
+
+    def text() -> str:
+        return "\n".join([*head, *rows, "", *notes])
+
+    for name in options.branches:
+        one = Comparison(options, name, own, writer)
+        done, said = list(rows), list(notes)
+
+        def changed(one: Comparison = one, done: list[str] = done, said: list[str] = said) -> None:
+            more, told = one.lines()
+            rows[:], notes[:] = done + more, said + told
+            (out / "gpu_branches.md").write_text(text() + "\n")
+
+        one.run(changed)
+    for each in (own, writer):
+        each.close()
+    print("\n" + text())
 
 
 if __name__ == "__main__":

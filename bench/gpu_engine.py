@@ -1,9 +1,12 @@
 """The engine on one H200, each figure beside its physical limit: random weights, real scheduler.
 
     python -m bench.gpu_engine [--decode] [--prefill] [--shared] [--closed] [--price] [--no-graphs]
+    python -m bench.gpu_engine --idle-branch 20-24-suffix
 
-Without a choice of items all are run. Times are of `Engine.step`, plans and sampling
-included. `idle` is the share of a decode step in which the device waits for the host.
+Without a choice of items all are run. `--idle-branch` times decode steps with such a branch
+loaded and never asked, in turn with steps of an engine that has none: the model's cache groups
+are cut where the branch stops, so a step has more page tables. Times are of `Engine.step`, plans
+and sampling included. `idle` is the share of a decode step in which the device waits for the host.
 """
 
 from __future__ import annotations
@@ -11,8 +14,11 @@ from __future__ import annotations
 import argparse
 import gc
 import random
+import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -20,18 +26,21 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from bench.branch_package import BASE, write_random_branch
+from bench.limits import H200
 from bench.random_model import random_model
 from bench.shapes import SHAPES
+from lockstep.branch import read_branch
 from lockstep.config import CacheConfig, SchedulerConfig
 from lockstep.engine.loop import Engine
 from lockstep.kernels.contract import Activation, Backend, Weight
 from lockstep.kernels.cuda import make_backend
 from lockstep.kernels.plain import PlainBackend
-from lockstep.runner.runner import Runner
+from lockstep.runner.runner import Identity, Runner
 from lockstep.types import Request, SamplingParams
 
-# Measured on one H200: a device copy (bytes read and written), bf16 products.
-BANDWIDTH, FLOPS = 4.3e12, 790e12
+BANDWIDTH, FLOPS = H200.read_bytes, H200.flops
+IDLE_POOL = 24 << 30  # bytes of each of the two pools beside an idle branch
 
 
 def with_cublas(backend: Backend) -> Backend:
@@ -91,8 +100,8 @@ class Work:
     def of(runner: Runner) -> Work:
         model = runner.model
         matrices = model.weight_bytes - model.embed_tokens.weight.data.numel() * 2
-        heads = sum(len(g.layers) for g in runner.groups) * model.q_heads * model.head_dim
-        kv = sum(4 * len(g.layers) * g.kv_heads * g.head_dim for g in runner.groups)
+        heads = sum(len(g.layers) for g in model.groups) * model.q_heads * model.head_dim
+        kv = sum(4 * len(g.layers) * g.kv_heads * g.head_dim for g in model.groups)
         return Work(matrices, kv, float(matrices), 4.0 * heads)
 
     def decode(self, batch: int, context: float) -> float:
@@ -150,7 +159,7 @@ class Bench:
             engine.cancel(name)
         self.drain(engine)
 
-    def decode(self, batch: int, context: int, steps: int) -> None:
+    def decode(self, batch: int, context: int, steps: int, more: str = "") -> None:
         """Median wall time of a decode step, and of what the device did in it."""
         engine = self.decoding(batch, context)
         walls = []
@@ -163,7 +172,7 @@ class Bench:
         device = self.device_time(engine)
         self.stop(engine)
         self.show(
-            f"decode step, batch {batch}, context {context}", wall, floor,
+            f"decode step, batch {batch}, context {context}{more}", wall, floor,
             f"{batch / wall:9.0f} tok/s  device {device * 1e3:6.2f} ms, "
             f"idle {1 - device / wall:5.1%}",
         )  # fmt: skip
@@ -211,6 +220,27 @@ class Bench:
         )
 
 
+def idle_branch(name: str, shape: str, batches: Sequence[int], page_tokens: int) -> None:
+    """Decode steps without a branch and beside an idle one, in turn."""
+    backend = make_backend("cuda")
+    model = random_model(SHAPES[shape], backend)
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_random_branch(name, shape, Path(folder) / "judge")
+        benches = []
+        for branches in ((), (read_branch(path),)):
+            runner = Runner(
+                model, backend, page_tokens=page_tokens, memory_bytes=IDLE_POOL, step_tokens=8192,
+                max_sequences=max(batches), identity=Identity(shape, BASE), branches=branches,
+            )  # fmt: skip
+            for _ in branches:
+                runner.load_branch(path)
+            runner.warm_up()
+            benches.append(Bench(runner))
+    for batch in batches:
+        for more, bench in list(zip(("", f", {name} idle"), benches, strict=True)) * 2:
+            bench.decode(batch, 1024, 40, more)
+
+
 def main() -> None:
     """Parse the choice of items, build the model, print one line an item."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -218,11 +248,15 @@ def main() -> None:
     for item in items:
         parser.add_argument(f"--{item}", action="store_true")
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--idle-branch", default="", metavar="FORK-EXIT-ADAPT")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 128, 256])
     parser.add_argument("--page-tokens", type=int, default=64)
     parser.add_argument("--output", type=int, default=1024, help="tokens out of the closed batch")
     options = parser.parse_args()
+    if options.idle_branch:
+        idle_branch(options.idle_branch, options.shape, options.batches, options.page_tokens)
+        return
     chosen = [item for item in items if getattr(options, item)] or list(items)
 
     def runner(backend: Backend) -> Runner:
