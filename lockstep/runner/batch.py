@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -64,7 +65,8 @@ class Stored:
 
     Attributes:
         group: its index. slots: int32 [2, n], page and token within it of every row.
-        rows: int32 [n], as `LaneRows.gather`: those to write; None where they are read.
+        rows: int32 [n], places of those to write among all rows that leave the segment, lane
+            by lane; None where they are read.
     """
 
     group: int
@@ -77,7 +79,7 @@ class Segment:
     """Layers [begin, end), and the lanes that take them in turn.
 
     Attributes:
-        kept: rows that enter here from pages. keeps: rows that are stored as they enter.
+        kept: rows that enter here from pages. keeps: rows that are stored as they leave.
     """
 
     begin: int
@@ -101,6 +103,19 @@ class StepBatch:
     ids: Tensor | None
     segments: tuple[Segment, ...]
     logit_rows: tuple[tuple[int, int], ...]
+
+
+def page_table(pages: Sequence[Sequence[int]], columns: int) -> Ints:
+    """Page tables of some runs as one array [len(pages), columns], -1 where a run has no page;
+    what stands behind `columns` is left out."""
+    cut = [own if len(own) <= columns else own[:columns] for own in pages]
+    lengths = np.fromiter(map(len, cut), np.int32, len(cut))
+    table = np.full((len(cut), columns), -1, np.int32)
+    # All at once: a run at a time takes twice as long.
+    table[np.arange(columns) < lengths[:, None]] = np.fromiter(
+        chain.from_iterable(cut), np.int32, int(lengths.sum())
+    )
+    return table
 
 
 class _Upload:
@@ -239,12 +254,14 @@ class _Layout:
     """What a builder knows of the pool and of the branches.
 
     Attributes:
-        groups: as `Executor.groups`, the first `num_own` of them the model's.
+        groups: as `Executor.groups`, the first `num_own` of them the model's own.
+        uncut: layer -> the group of the model, by which the model's layers ask for theirs.
         activations: layer -> index of the group that holds what enters it.
     """
 
     groups: tuple[LayerGroup, ...]
     num_own: int
+    uncut: dict[int, int]
     page_tokens: int
     activations: dict[int, int]
     branches: Mapping[str, BranchPlace]
@@ -254,7 +271,7 @@ class BatchBuilder:
     """Builds `StepBatch`es for one model on one device.
 
     Args:
-        num_layers: of the model. groups: as `Executor.groups`.
+        model_groups: the model's groups, uncut. groups: as `Executor.groups`.
         page_tokens: tokens a page.
         device: where the tensors go.
         branches: those that plans may name, by key; read anew for every plan.
@@ -262,16 +279,19 @@ class BatchBuilder:
 
     def __init__(
         self,
-        num_layers: int,
+        model_groups: Sequence[LayerGroup],
         groups: Sequence[LayerGroup],
         page_tokens: int,
         device: torch.device,
         branches: Mapping[str, BranchPlace],
     ) -> None:
-        self._num_layers = num_layers
         self._device = device
         kept = {g.layers[0]: i for i, g in enumerate(groups) if g.kind == "activations"}
-        self._layout = _Layout(tuple(groups), len(own_groups(groups)), page_tokens, kept, branches)
+        uncut = {layer: i for i, group in enumerate(model_groups) for layer in group.layers}
+        self._num_layers = len(uncut)
+        self._layout = _Layout(
+            tuple(groups), len(own_groups(groups)), uncut, page_tokens, kept, branches
+        )
 
     def build(self, plan: Plan) -> StepBatch:
         """Tensors of a plan with at least one run.
@@ -304,8 +324,8 @@ class _StepBuilder:
             (
                 segment,
                 [self._draft(lane, segment) for lane in segment.lanes],
-                self._stored(segment, segment.kept, None),
-                self._stored(segment, [i for i, _ in segment.keeps], segment.keeps),
+                self._stored(segment.begin, segment.kept, None),
+                self._stored(segment.end, [i for i, _ in segment.keeps], segment.keeps),
             )
             for segment in segments
         ]
@@ -400,10 +420,7 @@ class _StepBuilder:
             layers = groups[holder].layers
             if not any(segment.begin <= layer < segment.end for layer in layers):
                 continue
-            own = holder
-            if lane.tail is not None:
-                own = next(g for g, group in enumerate(groups) if layers[0] in group.layers)
-            found.append((own, *self._table(stand, holder)))
+            found.append((self._layout.uncut[layers[0]], *self._table(stand, holder)))
         return tuple(found)
 
     def _table(self, stand: _Stand, group: int) -> tuple[int, int]:
@@ -413,10 +430,7 @@ class _StepBuilder:
             return known
         page_tokens = np.int32(self._layout.page_tokens)
         columns = -(-stand.max_context // int(page_tokens))
-        table = np.full((len(stand.runs), columns), -1, np.int32)
-        for row, i in enumerate(stand.runs):
-            pages = self._runs[i].pages[group]
-            table[row, : len(pages)] = pages[:columns]
+        table = page_table([self._runs[i].pages[group] for i in stand.runs], columns)
         page, offset = np.divmod(stand.at, page_tokens)
         own = table[stand.owner, page]
         if own.min() < 0:
@@ -426,15 +440,12 @@ class _StepBuilder:
         return added
 
     def _stored(
-        self,
-        segment: SegmentRows,
-        members: Sequence[int],
-        keeps: Sequence[tuple[int, int]] | None,
+        self, layer: int, members: Sequence[int], keeps: Sequence[tuple[int, int]] | None
     ) -> _StoredDraft | None:
-        """The pages on which rows that enter a segment lie, and of `keeps` which rows go there."""
+        """The pages on which rows that enter a layer lie, and of `keeps` which rows go there."""
         if not members:
             return None
-        group = self._layout.activations[segment.begin]
+        group = self._layout.activations[layer]
         slots, rows = [], []
         for place, i in enumerate(members):
             run = self._runs[i]

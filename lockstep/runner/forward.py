@@ -85,6 +85,8 @@ class ForwardPass:
                 flow[index] = left = self._through(segment, lane, flow[index])
                 if lane.num_exits:
                     exits.append(left if lane.exits is None else left.index_select(0, lane.exits))
+            if segment.keeps is not None:  # before any lane's layers may write to them
+                self._write(segment.keeps, _joined(flow))
         if not exits:
             return None
         return exits[0] if len(exits) == 1 else torch.cat(exits)
@@ -92,11 +94,9 @@ class ForwardPass:
     def _enter(self, segment: Segment, flow: list[Tensor]) -> list[Tensor]:
         """The rows of every lane, from the lanes of the segment before.
 
-        What enters a fork is copied here, for the branch's lane and for the activations
-        group alike, before any lane's layers may write to it.
+        What enters a fork is copied here for the branch's lane, before any lane's layers may
+        write to it.
         """
-        if segment.keeps is not None:
-            self._write(segment.keeps, _joined(flow))
         if segment.kept is not None:  # rows of this very step may be among them
             flow = [*flow, self._read(segment.kept)]
         gathers = any(lane.gather is not None for lane in segment.lanes)

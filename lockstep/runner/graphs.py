@@ -22,9 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.kernels.contract import AttentionBatch, SharedSegments
-from lockstep.runner.batch import Lane, Segment, StepBatch
+from lockstep.runner.batch import Lane, Segment, StepBatch, page_table
+from lockstep.runner.groups import cuts, own_groups
 from lockstep.runner.plan import Plan
 from lockstep.runner.sharing import BUNCH, Shared, shared_runs
+from lockstep.types import LayerGroup
 
 _ALIGN = 16  # int32 elements: every array starts on a 64-byte boundary
 _FIRST_CONTEXT = 1024
@@ -75,8 +77,7 @@ class _Layout:
     """Where each array of a (rows, columns) shape lies in the flat index buffers.
 
     `arrays` holds (begin, shape) of ids, positions, query_start, context_len, then slots
-    and page table of every group; with `bunches` then of every full group the arrays of
-    `SharedSegments`.
+    and page table of every group; with `bunches` then the arrays of `SharedSegments`.
     """
 
     rows: int
@@ -86,12 +87,12 @@ class _Layout:
     size: int
 
     @staticmethod
-    def of(rows: int, columns: int, groups: int, sharing: int, bunches: int) -> _Layout:
+    def of(rows: int, columns: int, groups: int, bunches: int) -> _Layout:
         shapes: list[tuple[int, ...]] = [(rows,), (rows,), (rows + 1,), (rows,)]
         for _ in range(groups):
             shapes += [(rows,), (rows, columns)]
         if bunches:
-            shapes += [(rows,), (bunches, BUNCH), (bunches,)] * sharing
+            shapes += [(rows,), (bunches, BUNCH), (bunches,)]
         arrays, begin = [], 0
         for shape in shapes:
             arrays.append((begin, shape))
@@ -141,8 +142,7 @@ class DecodeGraphs:
     Args:
         forward: hidden rows that need logits, of a batch in which all rows do; reads the
             batch's tensors and nothing else of the host's, so that it can be captured.
-        num_layers, page_tokens: as in `BatchBuilder`.
-        windows: of every group, None for full attention.
+        model_groups, groups, page_tokens: as in `BatchBuilder`.
         max_context: most tokens of a sequence. max_rows: largest bucket.
         budget: bytes that graphs may take; beyond it new shapes run without one.
         capture: captures a function; a test passes one that needs no GPU.
@@ -152,8 +152,8 @@ class DecodeGraphs:
         self,
         forward: Forward,
         *,
-        num_layers: int,
-        windows: Sequence[int | None],
+        model_groups: Sequence[LayerGroup],
+        groups: Sequence[LayerGroup],
         page_tokens: int,
         max_context: int,
         max_rows: int,
@@ -162,9 +162,11 @@ class DecodeGraphs:
         capture: Capture,
     ) -> None:
         self._forward = forward
-        self._num_layers = num_layers
-        self._num_groups = len(windows)
-        self._full = [group for group, window in enumerate(windows) if window is None]
+        self._segments = cuts(model_groups, groups)
+        self._num_layers = self._segments[-1][1]
+        own = own_groups(groups)
+        self._num_groups = len(own)
+        self._full = [index for index, group in enumerate(own) if group.window is None]
         self._page_tokens = page_tokens
         self._rows = row_buckets(max_rows)
         self._contexts = context_buckets(max_context)
@@ -213,9 +215,13 @@ class DecodeGraphs:
         context = next((size for size in self._contexts if size >= longest), None)
         if context is None:
             return None
-        tables = [self._table(plan, group, context) for group in range(self._num_groups)]
+        columns = -(-context // self._page_tokens)
+        tables = [
+            page_table([run.pages[group] for run in runs], columns)
+            for group in range(self._num_groups)
+        ]
         shared = self._shared(plan, tables, rows)
-        graph = self._graph(rows, context, bool(shared))
+        graph = self._graph(rows, context, shared is not None)
         if graph is None:
             return None
         layout = graph.layout
@@ -233,7 +239,6 @@ class DecodeGraphs:
             rows,
             -(-context // self._page_tokens),
             self._num_groups,
-            len(self._full),
             self._bunches(rows) if sharing else 0,
         )
 
@@ -241,29 +246,18 @@ class DecodeGraphs:
     def _bunches(rows: int) -> int:
         return max(1, rows // _ROWS_A_BUNCH)
 
-    def _table(self, plan: Plan, group: int, context: int) -> NDArray[np.int32]:
-        """Page tables of the plan's runs [n, columns]."""
-        columns = -(-context // self._page_tokens)
-        table = np.full((len(plan.runs), columns), -1, np.int32)
-        for row, run in enumerate(plan.runs):
-            pages = run.pages[group]
-            table[row, : len(pages)] = pages[:columns]
-        return table
-
-    def _shared(
-        self, plan: Plan, tables: Sequence[NDArray[np.int32]], rows: int
-    ) -> list[Shared | None]:
-        """What the runs share in each full group; empty where no group shares enough."""
+    def _shared(self, plan: Plan, tables: Sequence[NDArray[np.int32]], rows: int) -> Shared | None:
+        """What the runs share in every full group; None where it is not enough."""
         context = np.fromiter((run.start + 1 for run in plan.runs), np.int32, len(plan.runs))
-        found = [shared_runs(tables[group], context, self._page_tokens) for group in self._full]
-        fits = all(s is None or len(s.bunch_segments) <= self._bunches(rows) for s in found)
-        return found if fits and any(s is not None for s in found) else []
+        found = shared_runs([tables[group] for group in self._full], context, self._page_tokens)
+        fits = found is not None and len(found.bunch_segments) <= self._bunches(rows)
+        return found if fits else None
 
     def _fill(
         self,
         plan: Plan,
         tables: Sequence[NDArray[np.int32]],
-        shared: Sequence[Shared | None],
+        shared: Shared | None,
         layout: _Layout,
         flat: NDArray[np.int32],
     ) -> None:
@@ -287,16 +281,15 @@ class DecodeGraphs:
                 raise ValueError(f"group {group}: a row of the step stands on no page")
             slots[:n] = own * np.int32(self._page_tokens) + offset
             slots[n:] = -1
-        for place, found in enumerate(shared):
-            begin = 2 * self._num_groups + 3 * place
-            segments, members, counts = groups[begin : begin + 3]
-            segments.fill(0)
-            counts.fill(0)
-            members.fill(-1)
-            if found is not None:
-                used = len(found.bunch_segments)
-                segments[:n] = found.segments
-                members[:used], counts[:used] = found.members, found.bunch_segments
+        if shared is None:
+            return
+        segments, members, counts = groups[2 * self._num_groups :]
+        segments.fill(0)
+        counts.fill(0)
+        members.fill(-1)
+        used = len(shared.bunch_segments)
+        segments[:n] = shared.segments
+        members[:used], counts[:used] = shared.members, shared.bunch_segments
 
     def _graph(self, rows: int, context: int, sharing: bool) -> _Graph | None:
         """The graph of a bucket, captured on first use; None when the budget is spent."""
@@ -306,24 +299,25 @@ class DecodeGraphs:
         layout = self._layout(rows, context, sharing)
         ids, positions, query_start, context_len, *groups = layout.views(self._device)
         of_full = groups[2 * self._num_groups :]
-        shared = {
-            group: SharedSegments(*of_full[3 * place : 3 * place + 3])
-            for place, group in enumerate(self._full if sharing else ())
-        }
-        attention = {
-            g: AttentionBatch(
+        shared = SharedSegments(*of_full) if sharing else None
+        attention = [
+            AttentionBatch(
                 query_start,
                 context_len,
                 groups[2 * g + 1],
                 groups[2 * g],
                 1,
                 context,
-                shared.get(g),
+                shared if g in self._full else None,
             )
             for g in range(self._num_groups)
-        }
-        lane = Lane(0, None, positions, attention, rows)
-        batch = StepBatch(ids, (Segment(0, self._num_layers, (lane,)),), ())
+        ]
+        segments = []
+        for begin, end, own in self._segments:
+            batches = {place: attention[g] for place, g in own.items()}
+            exits = rows if end == self._num_layers else 0
+            segments.append(Segment(begin, end, (Lane(0, None, positions, batches, exits),)))
+        batch = StepBatch(ids, tuple(segments), ())
         # No row yet: the first pass compiles what the bucket's shapes need, and stores nothing.
         for view in (ids, positions, query_start, context_len):
             view.zero_()

@@ -98,6 +98,34 @@ def own_groups(groups: Sequence[LayerGroup]) -> tuple[LayerGroup, ...]:
     return tuple(group for group in groups if group.kind not in ("branch", "activations"))
 
 
+def cuts(
+    model: Sequence[LayerGroup], groups: Sequence[LayerGroup]
+) -> tuple[tuple[int, int, dict[int, int]], ...]:
+    """The trunk between its stops: (begin, end, group of the model -> own group with layers in
+    [begin, end)).
+
+    Args:
+        model: the model's groups, uncut. groups: as `Executor.groups`.
+    """
+    own = own_groups(groups)
+    stops = [group.layers[0] for group in groups if group.kind == "activations"]
+    num_layers = sum(len(group.layers) for group in own)
+    return tuple(
+        (
+            begin,
+            end,
+            {
+                place: index
+                for place, whole in enumerate(model)
+                for index, group in enumerate(own)
+                if group.layers[0] in whole.layers
+                and any(begin <= layer < end for layer in group.layers)
+            },
+        )
+        for begin, end in pairwise((0, *stops, num_layers))
+    )
+
+
 def tails(groups: Sequence[LayerGroup]) -> dict[tuple[int, int], tuple[int, ...]]:
     """(fork, exit) -> the indices of its tail's groups."""
     found: dict[tuple[int, int], tuple[int, ...]] = {}

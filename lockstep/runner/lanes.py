@@ -2,7 +2,8 @@
 
 Runs may pass through different layers: some leave early, some enter late. The layers are
 cut where that changes, so that inside one segment the rows are constant, but for its last
-layer: rows that nobody reads after it only write their keys and values there.
+layer: rows that nobody reads after it only write their keys and values there. They are also
+cut at every stop (`groups`), so that each kind of attention has one cache group in a segment.
 
 Inside a segment rows are divided into lanes, which the layers take one after the other:
 first the trunk's, then those with adapters, one lane for each place where keys and values
@@ -12,7 +13,7 @@ rows are launched as they are in a step without any branch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -71,7 +72,8 @@ class SegmentRows:
 
     Attributes:
         kept: runs whose rows come from the pages of the activations group of layer `begin`.
-        keeps: (run, its first row's place as in `LaneRows.gather`) of those stored there.
+        keeps: (run, its first row's place among all that leave, lane by lane) of those whose
+            rows, all of them, are stored on the pages of the activations group of layer `end`.
     """
 
     begin: int
@@ -91,7 +93,7 @@ def segments_of(
     The rows that "left" before the first are those of the runs at layer 0, in the plan's order.
 
     Args:
-        activations: layer -> the index of its activations group.
+        activations: stop -> the index of its activations group.
     """
     embedded = {i: len(run.tokens) for i, run in enumerate(runs) if run.layers[0] == 0}
     before = [embedded] if embedded else []
@@ -101,13 +103,13 @@ def segments_of(
             i for i, run in enumerate(runs) if run.layers[0] <= begin and run.layers[1] >= end
         ]
         if not active:
-            before = []
             continue
         starts, total = _starts(before)
         kept = tuple(i for i in active if runs[i].kept and runs[i].layers[0] == begin)
         for i in kept:
             starts[i] = total
             total += len(runs[i].tokens)
+        stored = {i for i in active if _stores(runs[i], activations, end)}
         lanes = []
         for (adapted, tail), members in _lanes(runs, active, branches, begin).items():
             whole = next((at for at, rows in enumerate(before) if list(rows) == members), None)
@@ -116,17 +118,16 @@ def segments_of(
                     tuple(members),
                     whole,
                     _entering(runs, members, starts, begin) if whole is None else None,
-                    _leaving(runs, members, end),
+                    _leaving(runs, members, end, stored),
                     tuple(runs[i].logits if runs[i].layers[1] == end else 0 for i in members),
                     adapted,
                     tail,
                 )
             )
-        keeps = tuple(
-            (i, starts[i]) for i in active if runs[i].keeps and _stores(runs[i], activations, begin)
-        )
-        found.append(SegmentRows(begin, end, tuple(lanes), kept, keeps))
         before = [dict(zip(lane.runs, lane.leaving, strict=True)) for lane in lanes]
+        ends, _ = _starts(before)
+        keeps = tuple((i, ends[i]) for i in active if i in stored)
+        found.append(SegmentRows(begin, end, tuple(lanes), kept, keeps))
     return tuple(found)
 
 
@@ -157,20 +158,23 @@ def _cuts(
     branches: Mapping[str, BranchPlace],
     activations: Mapping[int, int],
 ) -> list[int]:
-    """Layers at whose entrance rows enter, leave, are stored, or change their lane."""
-    cuts = {layer for run in runs for layer in run.layers}
+    """Layers at whose entrance rows enter, leave, or change their lane, and every stop."""
+    cuts = {layer for run in runs for layer in run.layers}.union(activations)
     for run in runs:
         if run.branch and run.layers[0] < branches[run.branch].fork < run.layers[1]:
             cuts.add(branches[run.branch].fork)
-        if run.keeps:
-            cuts.update(layer for layer in activations if _stores(run, activations, layer))
     return sorted(cuts)
 
 
 def _stores(run: TokenRun, activations: Mapping[int, int], layer: int) -> bool:
-    """Whether the rows of a run that keeps them are stored as they enter `layer`."""
+    """Whether a run's rows are stored as they leave the layers below `layer`."""
     group = activations.get(layer)
-    return group is not None and run.layers[0] <= layer < run.layers[1] and bool(run.pages[group])
+    return (
+        run.keeps
+        and group is not None
+        and run.layers[0] < layer <= run.layers[1]
+        and bool(run.pages[group])
+    )
 
 
 def _starts(before: Sequence[Mapping[int, int]]) -> tuple[dict[int, int], int]:
@@ -206,14 +210,18 @@ def _lanes(
     return dict(sorted(found.items(), key=lambda entry: (entry[0][0], entry[0][1] or (-1, -1))))
 
 
-def _leaving(runs: Sequence[TokenRun], members: Sequence[int], end: int) -> tuple[int, ...]:
-    """How many of each member's rows, its last ones, somebody reads at layer `end`.
+def _leaving(
+    runs: Sequence[TokenRun], members: Sequence[int], end: int, stored: Collection[int]
+) -> tuple[int, ...]:
+    """How many of each member's rows, its last ones, somebody reads at layer `end`, or stores.
 
     At least one of all: no kernel takes a launch without rows.
     """
     sources = {run.source for run in runs if run.source is not None and run.layers[0] == end}
     left = [
-        len(runs[i].tokens) if runs[i].layers[1] > end or i in sources else runs[i].logits
+        len(runs[i].tokens)
+        if runs[i].layers[1] > end or i in sources or i in stored
+        else runs[i].logits
         for i in members
     ]
     if not any(left):

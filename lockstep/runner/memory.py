@@ -3,7 +3,7 @@
 The pool is one flat tensor. Page i of group g starts at element i * strides[g],
 whichever group owns that stretch at the time; slabs of one size make this safe: slab
 s holds exactly pages s * pages_per_slab[g] .. (s + 1) * pages_per_slab[g] - 1 of any
-one group, and no page of another slab. The slab is chosen for the model's groups;
+one group, and no page of another slab. The slab is chosen for the model's own groups;
 those of branches take it as it is.
 """
 
@@ -24,7 +24,7 @@ from lockstep.types import LayerGroup, SamplingParams
 
 _MIB = 1024 * 1024
 _ALIGN = 64  # elements; pages start on cache lines and on 16-byte boundaries
-_MAX_WASTE = 0.03
+_MOST_PAGES = 128  # of the largest size, in a slab that is looked at
 _CPU_DEFAULT = 512 * _MIB  # touched as it fills: an idle engine does not hold it
 # What steps may take beside what the largest ones have taken already: the allocator's
 # fragments and rounding, kernels loaded later, scratch of long contexts.
@@ -92,19 +92,22 @@ def page_elements(group: LayerGroup, page_tokens: int) -> int:
 def plan_pool(groups: Sequence[LayerGroup], page_tokens: int, elements: int) -> PoolGeometry:
     """The geometry of a pool of at most `elements` elements.
 
-    The slab is the smallest multiple of the largest page in which none of the model's groups
-    wastes more than 3% (one page, when there is one group). Other groups change neither it nor
-    what the model's groups hold, unless their page is larger: then it is a multiple of that.
+    The slab is the one by which the model's own groups lose least: what their pages leave empty
+    of it, and of each group half a slab that is not filled (one page, when there is one
+    group). Other groups change neither it nor what the model's groups hold, unless their page is
+    larger: then it is a multiple of that.
 
     Raises:
         ConfigError: not even one page of every group fits.
     """
     own = len(own_groups(groups))
     pages = [page_elements(group, page_tokens) for group in groups]
-    slab, per_slab = _choose_slab(pages[:own])
+    # Pages are whole numbers of heads apart: kernels address a pool by them.
+    align = math.lcm(_ALIGN, *(group.head_dim for group in groups[:own]))
+    slab, per_slab = _choose_slab(pages[:own], align, elements)
     wider = -(-max(pages) // slab)
     slab, per_slab = slab * wider, [count * wider for count in per_slab]
-    per_slab += [_fitting(slab, page) for page in pages[own:]]
+    per_slab += [_fitting(slab, page, align) for page in pages[own:]]
     num_slabs = elements // slab
     if num_slabs < len(pages):
         raise ConfigError(
@@ -121,25 +124,32 @@ def plan_pool(groups: Sequence[LayerGroup], page_tokens: int, elements: int) -> 
     )
 
 
-def _fitting(slab: int, page: int) -> int:
+def _fitting(slab: int, page: int, align: int) -> int:
     """The most pages of a size into which a slab can be cut evenly, aligned."""
-    units = slab // _ALIGN
+    units = slab // align
     return next(count for count in range(slab // page, 0, -1) if units % count == 0)
 
 
-def _choose_slab(pages: Sequence[int]) -> tuple[int, list[int]]:
+def _choose_slab(pages: Sequence[int], align: int, elements: int) -> tuple[int, list[int]]:
     """Elements of a slab and, per group, how many pages it holds."""
+    largest = max(pages)
+    rooms = {
+        count * page
+        for page in pages
+        if page * 8 >= largest  # smaller ones fit anywhere
+        for count in range(-(-largest // page), _MOST_PAGES * largest // page + 1)
+    }
     best: tuple[float, int, list[int]] | None = None
-    for multiple in range(1, 33):
-        room = multiple * max(pages)
-        counts = [room // page for page in pages]
-        unit = math.lcm(*counts) * _ALIGN
-        slab = -(-room // unit) * unit
-        waste = max(1 - count * page / slab for count, page in zip(counts, pages, strict=True))
-        if best is None or waste < best[0]:
-            best = (waste, slab, counts)
-        if waste <= _MAX_WASTE:
+    for room in sorted(rooms):
+        if best is not None and len(pages) * room / elements > 2 * best[0]:
             break
+        counts = [room // page for page in pages]
+        unit = math.lcm(*counts) * align
+        slab = -(-room // unit) * unit
+        used = min(count * page / slab for count, page in zip(counts, pages, strict=True))
+        lost = len(pages) * slab / elements / 2 + 1 - used
+        if best is None or lost < best[0]:
+            best = (lost, slab, counts)
     assert best is not None
     return best[1], best[2]
 

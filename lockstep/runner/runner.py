@@ -25,7 +25,7 @@ from lockstep.runner.branches import BranchTable
 from lockstep.runner.finish import Reporter, fetch, results_of
 from lockstep.runner.forward import ForwardPass
 from lockstep.runner.graphs import Capture, CudaCapture, DecodeGraphs
-from lockstep.runner.groups import branch_groups
+from lockstep.runner.groups import executor_groups, own_groups
 from lockstep.runner.memory import default_pool_bytes, largest_steps, plan_pool
 from lockstep.runner.plan import Launched, PageCopy, Plan, RunResult, StepResult
 from lockstep.runner.sampler import Sampler
@@ -65,8 +65,7 @@ class Runner:
         max_sequences: most runs of a step.
         graphs: replay decode-only steps as CUDA graphs; see `graphs.DecodeGraphs`.
         capture: how a step is captured where that is not CUDA's way (tests).
-        branches: descriptions of branches to come; those that adapt the context get the cache
-            groups of their tails, and with `keep_activations` of what enters their forks.
+        branches: descriptions of branches to come, for which cache groups are laid out.
 
     Raises:
         ConfigError: the pool cannot hold one page of every layer group.
@@ -91,10 +90,7 @@ class Runner:
     ) -> None:
         self.model = model
         self.backend = backend
-        extra = branch_groups(
-            model.groups, branches, model.hidden_size, keep_activations=keep_activations
-        )
-        self.groups = model.groups + extra
+        self.groups = executor_groups(model.groups, branches, model.hidden_size)
         self.num_layers = model.num_layers
         self.vocab_size = model.vocab_size
         self.page_tokens = page_tokens
@@ -102,7 +98,7 @@ class Runner:
         on_cuda = backend.device.type == "cuda"
         self._branches = BranchTable(model, self.groups)
         self._builder = BatchBuilder(
-            self.num_layers, self.groups, page_tokens, backend.device, self._branches.places
+            model.groups, self.groups, page_tokens, backend.device, self._branches.places
         )
         chunk_rows = max(16, _LOGIT_BYTES[backend.kind] // (4 * self.vocab_size))
         sampler = Sampler(backend, self.vocab_size)
@@ -123,7 +119,8 @@ class Runner:
             budget = default_pool_bytes(backend.device) - (_GRAPH_BYTES if wanted else 0)
         self._lay_out(budget // size)
         self.pool_bytes = self._pool_shape.elements * size
-        self.max_context = self._pool_shape.longest_sequence(model.groups, limit, step_tokens)
+        own = own_groups(self.groups)
+        self.max_context = self._pool_shape.longest_sequence(own, limit, step_tokens)
         if self.max_context < 1:
             raise ConfigError(f"cache_bytes ({budget}) holds not one page of every layer group")
         if capture is None and graphs and on_cuda:
@@ -131,8 +128,8 @@ class Runner:
         if capture is not None:
             self._graphs = DecodeGraphs(
                 self._trunk,
-                num_layers=self.num_layers,
-                windows=[group.window for group in model.groups],
+                model_groups=model.groups,
+                groups=self.groups,
                 page_tokens=page_tokens,
                 max_context=self.max_context,
                 max_rows=max_sequences,

@@ -1,11 +1,13 @@
 """Which decoding runs of a step share their first pages, so that attention reads them once.
 
 A bunch is up to `BUNCH` runs of one token whose page tables name the same pages for some
-whole segments of positions. Only speed depends on what is found here.
+whole segments of positions, in every group of full attention. Only speed depends on what is
+found here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,23 +34,26 @@ class Shared:
     bunch_segments: Ints
 
 
-def shared_runs(table: Ints, context: Ints, page_tokens: int) -> Shared | None:
-    """Bunches among runs with page tables [B, P], whose rows see `context` [B] positions.
+def shared_runs(tables: Sequence[Ints], context: Ints, page_tokens: int) -> Shared | None:
+    """Bunches among runs with page tables [B, P] in each group, whose rows see `context` [B]
+    positions.
 
     None where too little is shared, or a segment is no whole number of pages.
     """
     runs = len(context)
     whole = (context - 1) // tree.SEGMENT  # before the one in which the row itself stands
     deepest = int(whole.max(initial=0))
-    if runs < _FEWEST_RUNS or not deepest or tree.SEGMENT % page_tokens:
+    if not tables or runs < _FEWEST_RUNS or not deepest or tree.SEGMENT % page_tokens:
         return None
     width = tree.SEGMENT // page_tokens
-    last_pages = table[:, width - 1 : deepest * width : width]
-    if len(np.unique(last_pages[:, 0])) == runs:
+    if any(len(np.unique(table[:, width - 1])) == runs for table in tables):
         return None
-    order = np.lexsort(last_pages[:, :_LOOKED_AT].T[::-1])
-    rows = table[order, : deepest * width].reshape(runs, deepest, width)
-    equal = (rows[1:] == rows[:-1]).all(axis=2)
+    last_pages = [table[:, width - 1 : deepest * width : width][:, :_LOOKED_AT] for table in tables]
+    order = np.lexsort(np.stack(last_pages, axis=2).reshape(runs, -1).T[::-1])
+    equal = np.ones((runs - 1, deepest), bool)
+    for table in tables:
+        rows = table[order, : deepest * width].reshape(runs, deepest, width)
+        equal &= (rows[1:] == rows[:-1]).all(axis=2)
     depth = np.logical_and.accumulate(equal, axis=1).sum(axis=1)
     depth = np.minimum(depth, np.minimum(whole[order[1:]], whole[order[:-1]]))
     bunches = _bunches(depth.tolist())

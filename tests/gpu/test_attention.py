@@ -182,7 +182,7 @@ def test_segments_read_once_for_several_runs(
         if i % 3:
             table[i, 8:16] = table[1, 8:16]
     batch = replace(batch, page_table=table)
-    found = shared_runs(table.cpu().numpy(), np.array(ends, np.int32), 64)
+    found = shared_runs([table.cpu().numpy()], np.array(ends, np.int32), 64)
     assert found is not None
     assert set(found.segments.tolist()) == {1, 2}
     shared = SharedSegments(

@@ -15,6 +15,7 @@ from lockstep.branch import Branch, BranchError
 from lockstep.kernels.contract import Backend
 from lockstep.kernels.cpu import make_backend
 from lockstep.model import load_model
+from lockstep.runner.groups import activations_of
 from lockstep.runner.plan import BranchHost, Plan, RunResult, SampleSpec, TokenRun
 from lockstep.runner.probe import Probe
 from lockstep.runner.runner import Identity, Runner
@@ -71,7 +72,7 @@ def world(
         memory_bytes=8 << 20,
         identity=Identity(weights_hash=BASE),
         branches=list(described.values()),
-        **{"keep_activations": True, **options},
+        **options,
     )
     branches, tensors = {}, {}
     for seed, (label, branch) in enumerate(described.items()):
@@ -271,14 +272,13 @@ def test_kept_activations_stand_for_the_trunk(small: World, label: str) -> None:
     probe.reset()
     cold = decide(small, label)
     pages = probe.pages(len(CONTEXT))
-    store = [i for i, group in enumerate(probe.runner.groups) if group.kind == "activations"]
+    store = activations_of(probe.runner.groups, small.branches[label].fork)
     for start, end in ((0, 25), (25, 61)):
         run = probe.run(CONTEXT[start:end], start, pages, logits=0)
         probe.runner.execute(Plan(0, (replace(run, keeps=True),)))
-    assert len(store) == 1  # both branches have one fork
     for chunk in (0, 10):
         assert decide(small, label, kept=pages, chunk=chunk, together=bool(chunk)) == cold
-    short = tuple(table[:1] if g in store else table for g, table in enumerate(pages))
+    short = tuple(table[:1] if g == store else table for g, table in enumerate(pages))
     with pytest.raises(ValueError, match="stands on no page"):
         decide(small, label, kept=short)
 
@@ -428,10 +428,10 @@ def test_a_fork_at_the_first_layer(tmp_path: Path, adapt: Any) -> None:
         memory_bytes=8 << 20,
         identity=Identity(weights_hash=BASE),
         branches=[branch],
-        keep_activations=True,
     )
     assert runner.load_branch(str(tmp_path / "root")) == branch
-    assert all(group.kind != "activations" for group in runner.groups)
+    stops = [group.name for group in runner.groups if group.kind == "activations"]
+    assert stops == ([] if adapt == "context" else ["rows:2"])  # a stop at layer 0 keeps nothing
     tensors = random_tensors(model, branch, 5)
     root = World(place.oracle, Probe(runner), {"root": branch}, {"root": tensors})
     expected = reference_scores(place.oracle, branch, tensors, CONTEXT, SUFFIX)
@@ -502,7 +502,8 @@ def test_plans_of_branches_are_not_captured(tmp_path: Path) -> None:
     assert run.sample is not None
     keeping = replace(run, keeps=True, sample=replace(run.sample, params=GREEDY))
     assert probe.runner.launch(Plan(0, (keeping,))).draws
-    (group,) = probe.runner._pass._stored
+    group = activations_of(probe.runner.groups, 1)
+    assert group is not None
     entering = probe.runner.rows(Plan(0, (replace(run, layers=(0, 1), sample=None),)))[0]
     assert torch.equal(probe.runner._pass._stored[group][run.pages[group][0], 0], entering[0])
 

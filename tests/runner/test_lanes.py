@@ -26,10 +26,12 @@ def lanes(*runs: TokenRun) -> list[tuple[int, int, list[LaneRows]]]:
 
 
 def test_without_branches_there_is_one_lane_and_no_copy() -> None:
-    ((begin, end, (lane,)),) = lanes(run(3, logits=1), run(1, logits=1), run(5))
-    assert (begin, end) == (0, LAYERS)
-    assert (lane.runs, lane.whole, lane.gather, lane.adapted) == ((0, 1, 2), 0, None, False)
-    assert lane.leaving == lane.exits == (1, 1, 0)
+    below, above = lanes(run(3, logits=1), run(1, logits=1), run(5))
+    assert [found[:2] for found in (below, above)] == [(0, 2), (2, LAYERS)]  # cut at the stop
+    for (lane,) in (below[2], above[2]):
+        assert (lane.runs, lane.whole, lane.gather, lane.adapted) == ((0, 1, 2), 0, None, False)
+    assert below[2][0].leaving == (3, 1, 5)
+    assert above[2][0].leaving == above[2][0].exits == (1, 1, 0)
 
 
 def test_a_suffix_shares_the_trunks_launches_below_its_fork() -> None:
@@ -73,11 +75,34 @@ def test_lanes_are_the_trunk_then_its_pages_then_tails_each_branch_by_branch() -
     assert spans == ((2, 3), (0, 1), (0, 0), (0, 0), (3, 4), (1, 2))
 
 
-def test_rows_are_stored_and_read_where_they_enter_the_fork() -> None:
+def test_rows_are_stored_as_they_leave_and_read_as_they_enter() -> None:
     kept = run(5, 5, branch="twin", first=2, kept=True)
-    _, at_fork, _ = segments_of([run(3, keeps=True), kept], BRANCHES, KEPT)
-    assert (at_fork.begin, at_fork.kept, at_fork.keeps) == (2, (1,), ((0, 0),))
+    below, at_fork, _ = segments_of([run(3, keeps=True), kept], BRANCHES, KEPT)
+    assert (below.end, below.kept, below.keeps) == (2, (), ((0, 0),))
+    assert (at_fork.begin, at_fork.kept, at_fork.keeps) == (2, (1,), ())
     assert at_fork.lanes[1].gather is not None
     assert at_fork.lanes[1].gather.tolist() == [3, 4, 5, 6, 7]  # behind what left before
     (alone,) = segments_of([kept], BRANCHES, KEPT)
     assert (alone.begin, alone.end, alone.lanes[0].whole) == (2, 5, None)
+
+
+def test_all_rows_of_a_run_that_stops_are_stored() -> None:
+    """Also where nobody goes on, and whichever of them need logits or are copied at the fork."""
+    stopped = run(4, 2, keeps=True, logits=1)
+    (alone,) = segments_of([run(3, 2), stopped], BRANCHES, KEPT)
+    assert alone.keeps == ((1, 0),)
+    assert (alone.lanes[0].leaving, alone.lanes[0].exits) == ((0, 4), (0, 1))
+    twin = run(4, 5, branch="twin", first=2, source=0)
+    below, at_fork = segments_of([stopped, twin], BRANCHES, KEPT)
+    assert below.keeps == ((0, 0),)
+    assert at_fork.lanes[0].gather is not None
+    assert at_fork.lanes[0].gather.tolist() == [0, 1, 2, 3]
+
+
+def test_rows_that_enter_behind_a_gap_are_found_behind_those_that_left_before_it() -> None:
+    high = {**KEPT, 6: 0}
+    left, late = segments_of([run(3, 2, logits=2), run(5, first=6, kept=True)], BRANCHES, high)
+    assert (left.begin, left.end, late.begin, late.end) == (0, 2, 6, LAYERS)
+    assert left.lanes[0].leaving == (2,)
+    assert late.lanes[0].gather is not None
+    assert late.lanes[0].gather.tolist() == [2, 3, 4, 5, 6]

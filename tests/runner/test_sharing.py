@@ -28,7 +28,7 @@ def tables(prefixes: list[list[int]], contexts: list[int]) -> np.ndarray:
 def test_a_common_prefix_is_one_bunch_in_sixteen_runs() -> None:
     prefix = list(range(4 * WIDTH))
     contexts = [4 * tree.SEGMENT + 128 + i for i in range(40)]
-    found = shared_runs(tables([prefix] * 40, contexts), np.array(contexts, np.int32), PAGE)
+    found = shared_runs([tables([prefix] * 40, contexts)], np.array(contexts, np.int32), PAGE)
     assert found is not None
     assert found.segments.tolist() == [4] * 40
     assert found.bunch_segments.tolist() == [4, 4, 4]
@@ -39,7 +39,7 @@ def test_the_segment_of_the_row_itself_is_its_own() -> None:
     """A row that ends its segment reads the whole of it, and still does so by itself."""
     prefix = list(range(2 * WIDTH))
     contexts = [2 * tree.SEGMENT] * 16
-    found = shared_runs(tables([prefix] * 16, contexts), np.array(contexts, np.int32), PAGE)
+    found = shared_runs([tables([prefix] * 16, contexts)], np.array(contexts, np.int32), PAGE)
     assert found is not None
     assert found.segments.tolist() == [1] * 16
 
@@ -48,7 +48,7 @@ def test_the_segment_of_the_row_itself_is_its_own() -> None:
 def test_little_in_common_is_not_worth_a_launch(shared: int) -> None:
     contexts = [12 * tree.SEGMENT] * 32
     prefixes = [list(range(shared * WIDTH)) if row < 8 else [] for row in range(32)]
-    assert shared_runs(tables(prefixes, contexts), np.array(contexts, np.int32), PAGE) is None
+    assert shared_runs([tables(prefixes, contexts)], np.array(contexts, np.int32), PAGE) is None
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -62,7 +62,7 @@ def test_bunches_name_only_what_is_shared(seed: int) -> None:
         prefixes.append([*trunk[:fork], *branch] if row % 3 else trunk[: chance.randint(0, 90)])
         contexts.append(chance.randint(1, 9 * tree.SEGMENT))
     table = tables(prefixes, contexts)
-    found = shared_runs(table, np.array(contexts, np.int32), PAGE)
+    found = shared_runs([table], np.array(contexts, np.int32), PAGE)
     if found is None:
         return
     seen = []
