@@ -94,6 +94,17 @@ def _readers(work: Work, rows: range) -> Iterator[Request]:
 
 def gated(engine: Engine, work: Work, limit: float) -> Way:
     """One request a row."""
+    found = drive(engine, gates(work, limit))
+    texts = {}
+    for row, outputs in enumerate(found.outputs.values()):
+        outcome = outputs[0].gate
+        assert outcome is not None
+        if outcome.chosen == WRITE:
+            texts[row] = ids(outputs)
+    return _way([found], texts)
+
+
+def gates(work: Work, limit: float) -> Iterator[Request]:
     path = (work.options[WRITE],)
     gate = Gate(
         branch="",
@@ -102,18 +113,8 @@ def gated(engine: Engine, work: Work, limit: float) -> Way:
         thresholds=(limit, 0.0),  # the other option wins wherever this one does not
         sequences=(path, (work.options[SKIP],)),
     )
-    requests = (
-        Request(f"gate{row}", prompt, work.writes(), gate=gate)
-        for row, prompt in enumerate(work.prompts)
-    )
-    found = drive(engine, requests)
-    texts = {}
-    for row, outputs in enumerate(found.outputs.values()):
-        outcome = outputs[0].gate
-        assert outcome is not None
-        if outcome.chosen == WRITE:
-            texts[row] = ids(outputs)
-    return _way([found], texts)
+    for row, prompt in enumerate(work.prompts):
+        yield Request(f"gate{row}", prompt, work.writes(), gate=gate)
 
 
 def everything(engine: Engine, work: Work, limit: float) -> Way:
@@ -241,6 +242,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--cache-mb", type=int, default=512)
     parser.add_argument("--shape", default="", help="a public shape, on a GPU")
+    parser.add_argument("--profile", action="store_true", help="steps of the gate, by kernel (GPU)")
     options = parser.parse_args()
     print(f"load before: {os.getloadavg()[0]:.2f} (quiet is below 0.3)", flush=True)
     flops = H200.flops if options.shape else measure(options.threads, "bfloat16").flops
@@ -260,6 +262,9 @@ def main() -> int:
         limit = threshold(engine, work)
         if options.shape and not number:
             warm(engine, work, limit)
+        if options.profile:
+            profile(engine, work, limit)
+            return 0
         # The gate goes first in the first round: the table needs it.
         for name in names[number % 3 :] + names[: number % 3]:
             engine.flush_cache()
@@ -292,6 +297,28 @@ def warm(engine: Engine, work: Work, limit: float) -> None:
         engine.flush_cache()
         way(engine, some, limit)
     print(f"warmed in {time.perf_counter() - begin:.1f} s", flush=True)
+
+
+def profile(engine: Engine, work: Work, limit: float) -> None:
+    """Steps in the middle of the gate's way: wall time, what the device did, and its kernels."""
+    from bench.gpu_engine import kernels_of
+
+    engine.flush_cache()
+    for request in gates(work, limit):
+        engine.submit(request)
+    for _ in range(3 * work.new):  # as many leave as come
+        engine.step()
+    steps = work.new // 2
+    before, begin = engine.stats(), time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    wall = (time.perf_counter() - begin) / steps
+    rows = (engine.stats().computed_tokens - before.computed_tokens) / steps
+    kernels = kernels_of(engine, steps)
+    busy = sum(took for _, took in kernels.values())
+    print(f"{rows:.0f} rows a step, {wall * 1e3:.2f} ms, device {busy / 1e3:.2f} ms")
+    for name, (calls, took) in sorted(kernels.items(), key=lambda item: -item[1][1])[:16]:
+        print(f"{name[:58]:<60}{calls:>8.1f}{took:>10.1f} us{took / busy:>8.1%}", flush=True)
 
 
 if __name__ == "__main__":
