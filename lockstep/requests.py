@@ -38,6 +38,9 @@ T = TypeVar("T")
 COMPLETION_DEFAULTS = SamplingParams()
 CHAT_DEFAULTS = SamplingParams(max_tokens=None)
 MAX_PRIORITY = 2**31 - 1
+LONG_TEXT = 50_000
+"""Characters from which text is tokenised beside an event loop, where others would wait for it:
+about ten milliseconds."""
 
 
 def is_one_prompt(prompts: object) -> bool:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lockstep.async_llm import AsyncLLM
     from lockstep.config import ServerConfig
     from lockstep.server.batches.local import Summary
+    from lockstep.settings import EngineSettings
 
 SOME_FAILED = 1
 
@@ -30,6 +31,7 @@ app.command()(decide)
 
 
 @app.command()
+@options.grouped(engine=options.ENGINE)
 def run(
     file: Annotated[
         Path, typer.Argument(help="JSON lines of custom_id, method, url and body.", exists=True)
@@ -49,12 +51,8 @@ def run(
     ] = 0,
     max_body_mb: Annotated[int, typer.Option(help="Larger bodies of lines are refused.")] = 4,
     branch: options.BranchFolders = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    backend: options.BackendName = "auto",
-    threads: options.Threads = 0,
-    max_context: options.MaxContext = 0,
-    cache_mb: options.CacheMegabytes = 0,
+    *,
+    engine: EngineSettings,
 ) -> None:
     """Answer every line of a file, as a server's batch would.
 
@@ -67,15 +65,7 @@ def run(
     from lockstep.async_llm import AsyncLLM
     from lockstep.config import ServerConfig
 
-    settings = options.engine_settings(
-        dtype=dtype,
-        device=device,
-        backend=backend,
-        threads=threads,
-        max_context=max_context,
-        cache_mb=cache_mb,
-    )
-    settings["branches"] = options.branch_folders(branch)
+    engine["branches"] = options.branch_folders(branch)
     config = ServerConfig(
         served_name=served_name,
         batch_concurrency=batch_concurrency,
@@ -83,7 +73,7 @@ def run(
     )
     notes = Console(stderr=True, highlight=False)
     try:
-        summary = asyncio.run(_run(AsyncLLM(model, **settings), config, file, out, endpoint))
+        summary = asyncio.run(_run(AsyncLLM(model, **engine), config, file, out, endpoint))
     except KeyboardInterrupt:
         notes.print("stopped; the same command goes on from here")
         raise typer.Exit(130) from None

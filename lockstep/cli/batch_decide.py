@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lockstep.async_llm import AsyncLLM
     from lockstep.decide_rows import Rows, Summary, Totals
     from lockstep.decisions.asking import GateArguments
+    from lockstep.settings import EngineSettings
     from lockstep.types import SamplingParams
 
 SOME_FAILED = 1
@@ -24,6 +25,10 @@ _SOURCE = "Decision"
 _ROWS = "Rows"
 
 
+@options.grouped(
+    sampling=options.SAMPLING.defaults(max_tokens=128, temperature=0.0, seed=0),
+    engine=options.ENGINE,
+)
 def decide(
     file: Annotated[
         Path,
@@ -93,20 +98,9 @@ def decide(
         int,
         typer.Option(help="Rows in the engine at once; 0 fits its size.", rich_help_panel=_ROWS),
     ] = 0,
-    max_tokens: options.MaxTokens = 128,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = 0,
-    stop: options.Stop = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    backend: options.BackendName = "auto",
-    threads: options.Threads = 0,
-    max_context: options.MaxContext = 0,
-    cache_mb: options.CacheMegabytes = 0,
+    *,
+    sampling: dict[str, Any],
+    engine: EngineSettings,
 ) -> None:
     """Decide about every row, then write where the decision is to continue. One prefill a row.
 
@@ -133,31 +127,13 @@ def decide(
     else:
         gate = _gate_of(gate_file)
     GateSpec(**gate)  # refused before a model is loaded
-    given = options.given(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=tuple(stop or ()),
-    )
-    settings = options.engine_settings(
-        dtype=dtype,
-        device=device,
-        backend=backend,
-        threads=threads,
-        max_context=max_context,
-        cache_mb=cache_mb,
-    )
-    settings["branches"] = folders
+    engine["branches"] = folders
     notes = Console(stderr=True, highlight=False)
     rows = Rows(file, template, chat, system)
     begin = time.monotonic()
     try:
-        llm = AsyncLLM(model, **settings)
-        summary = asyncio.run(_run(llm, rows, out, gate, SamplingParams(**given), concurrency))
+        llm = AsyncLLM(model, **engine)
+        summary = asyncio.run(_run(llm, rows, out, gate, SamplingParams(**sampling), concurrency))
     except KeyboardInterrupt:
         notes.print("stopped; the same command goes on from here")
         raise typer.Exit(130) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,28 +14,21 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from lockstep.llm import LLM
+    from lockstep.settings import EngineSettings
     from lockstep.types import SamplingParams
 
 HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops an answer."
 
 
+@options.grouped(
+    sampling=options.SAMPLING.defaults(max_tokens=1024, temperature=0.7), engine=options.ENGINE
+)
 def chat(
     model: options.ModelName = "smollm2",
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    backend: options.BackendName = "auto",
-    threads: options.Threads = 0,
-    max_context: options.MaxContext = 0,
-    cache_mb: options.CacheMegabytes = 0,
+    *,
+    sampling: dict[str, Any],
+    engine: EngineSettings,
 ) -> None:
     """Talk with a model; answers stream, earlier turns come from the prefix cache."""
     from rich.console import Console
@@ -43,34 +36,14 @@ def chat(
     from lockstep.llm import LLM
     from lockstep.types import SamplingParams
 
-    params = SamplingParams(
-        **options.given(
-            max_tokens=1024 if max_tokens is None else max_tokens,
-            temperature=0.7 if temperature is None else temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            stop=tuple(stop or ()) or None,
-        )
-    )
-    settings = options.engine_settings(
-        dtype=dtype,
-        device=device,
-        backend=backend,
-        threads=threads,
-        max_context=max_context,
-        cache_mb=cache_mb,
-    )
     notes = Console(stderr=True, highlight=False)
-    with LLM(model, **settings) as llm:
+    with LLM(model, **engine) as llm:
         info = llm.info
         notes.print(
             f"[dim]{info.model}, {info.dtype} on {info.device}, ready in "
             f"{info.load_seconds:.1f} s. {HELP}[/dim]"
         )
-        _converse(llm, params, system, notes)
+        _converse(llm, SamplingParams(**sampling), system, notes)
 
 
 def _converse(llm: LLM, params: SamplingParams, system: str | None, notes: Console) -> None:

@@ -12,9 +12,11 @@ import typer
 from lockstep.cli import options
 
 if TYPE_CHECKING:
+    from lockstep.settings import EngineSettings
     from lockstep.types import Choice, Completion, Grammar
 
 
+@options.grouped(sampling=options.SAMPLING, engine=options.ENGINE)
 def generate(
     model: options.ModelName = "smollm2",
     prompt: Annotated[
@@ -38,14 +40,6 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: logprobs and so many alternatives.")
     ] = None,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
     json_schema: Annotated[
         Path | None,
         typer.Option(help="A file with a JSON Schema that every answer follows; - is any object."),
@@ -53,12 +47,9 @@ def generate(
     regex: Annotated[
         str | None, typer.Option(help="A regular expression that every answer matches.")
     ] = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    backend: options.BackendName = "auto",
-    threads: options.Threads = 0,
-    max_context: options.MaxContext = 0,
-    cache_mb: options.CacheMegabytes = 0,
+    *,
+    sampling: dict[str, Any],
+    engine: EngineSettings,
 ) -> None:
     """Answer prompts and leave.
 
@@ -69,29 +60,10 @@ def generate(
 
     prompts = _prompts(prompt or [], file or [], lines)
     params = SamplingParams(
-        **options.given(
-            max_tokens=256 if max_tokens is None else max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            stop=tuple(stop or ()) or None,
-            n=count,
-            logprobs=logprobs,
-            grammar=_grammar(json_schema, regex),
-        )
+        **sampling,
+        **options.given(n=count, logprobs=logprobs, grammar=_grammar(json_schema, regex)),
     )
-    settings = options.engine_settings(
-        dtype=dtype,
-        device=device,
-        backend=backend,
-        threads=threads,
-        max_context=max_context,
-        cache_mb=cache_mb,
-    )
-    with LLM(model, **settings) as llm:
+    with LLM(model, **engine) as llm:
         if chat or system is not None:
             completions = llm.chat([_conversation(system, text) for text in prompts], params)
         else:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -119,26 +122,92 @@ def require_server() -> None:
         ) from None
 
 
-def engine_settings(
-    *,
-    dtype: str,
-    device: str,
-    backend: str,
-    threads: int,
-    max_context: int,
-    cache_mb: int,
-) -> EngineSettings:
+def engine_settings(*, cache_mb: int, **others: Any) -> EngineSettings:
     """What the engine options say, as keyword arguments of `LLM`; checked there."""
-    settings: Any = {
-        "dtype": dtype,
-        "device": device,
-        "backend": backend,
-        "threads": threads,
-        "max_context": max_context,
-        "cache_bytes": cache_mb * 1024 * 1024,
-    }
+    settings: Any = {**others, "cache_bytes": cache_mb * 1024 * 1024}
     result: EngineSettings = settings
     return result
+
+
+def _sampling(stop: list[str] | None, **others: Any) -> dict[str, Any]:
+    return given(**others, stop=tuple(stop or ()) or None)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Options that several commands have.
+
+    Attributes:
+        parameters: name -> its type as typer reads it, and its default.
+        made: what a command gets in the place of them all.
+    """
+
+    parameters: Mapping[str, tuple[Any, Any]]
+    made: Callable[..., Any]
+
+    def defaults(self, **own: Any) -> Group:
+        """The same options with other defaults."""
+        changed = {name: (self.parameters[name][0], value) for name, value in own.items()}
+        return Group({**self.parameters, **changed}, self.made)
+
+
+ENGINE = Group(
+    {
+        "dtype": (Dtype, "auto"),
+        "device": (Device, "auto"),
+        "backend": (BackendName, "auto"),
+        "threads": (Threads, 0),
+        "max_context": (MaxContext, 0),
+        "cache_mb": (CacheMegabytes, 0),
+    },
+    engine_settings,
+)
+SAMPLING = Group(
+    {
+        "max_tokens": (MaxTokens, 256),
+        "temperature": (Temperature, None),
+        "top_p": (TopP, None),
+        "top_k": (TopK, None),
+        "min_p": (MinP, None),
+        "repetition_penalty": (RepetitionPenalty, None),
+        "seed": (Seed, None),
+        "stop": (Stop, None),
+    },
+    _sampling,
+)
+"""As keyword arguments of `SamplingParams`."""
+
+
+def grouped(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose parameters of these names stand for all options of a group."""
+
+    def changed(command: Callable[..., None]) -> Callable[..., None]:
+        command.__annotations__.update(dict.fromkeys(groups, Any))  # known to type checkers alone
+        own = inspect.signature(command, eval_str=True)
+        parameters: list[inspect.Parameter] = []
+        for parameter in own.parameters.values():
+            if parameter.name not in groups:
+                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+                continue
+            parameters += [
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+                )
+                for name, (annotation, default) in groups[parameter.name].parameters.items()
+            ]
+
+        def run(**values: Any) -> None:
+            made = {
+                name: group.made(**{each: values.pop(each) for each in group.parameters})
+                for name, group in groups.items()
+            }
+            command(**values, **made)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return run
+
+    return changed
 
 
 def given(**values: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from lockstep.cli import options
 if TYPE_CHECKING:
     from lockstep.async_llm import AsyncLLM
     from lockstep.config import ServerConfig
+    from lockstep.settings import EngineSettings
 
 FORCED = 1
 
@@ -47,6 +48,7 @@ def _read_settings(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
+@options.grouped(engine=options.ENGINE)
 def serve(
     model: options.ModelName = "smollm2",
     config: Annotated[
@@ -268,35 +270,23 @@ def serve(
     branch_depth: options.BranchDepth = "full",
     keep_activations: options.KeepActivations = False,
     keep_tails: options.KeepTails = False,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    backend: options.BackendName = "auto",
-    threads: options.Threads = 0,
-    max_context: options.MaxContext = 0,
-    cache_mb: options.CacheMegabytes = 0,
+    *,
+    engine: EngineSettings,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect it."""
     options.require_server()
     from lockstep.async_llm import AsyncLLM
     from lockstep.config import ServerConfig
 
-    settings = options.engine_settings(
-        dtype=dtype,
-        device=device,
-        backend=backend,
-        threads=threads,
-        max_context=max_context,
-        cache_mb=cache_mb,
-    )
-    settings["max_queue"] = max_queue
-    settings["max_sequences"] = max_sequences
+    engine["max_queue"] = max_queue
+    engine["max_sequences"] = max_sequences
     if no_overlap:
-        settings["overlap"] = False
-    settings["branches"] = options.branch_folders(branch)
+        engine["overlap"] = False
+    engine["branches"] = options.branch_folders(branch)
     depth: Any = branch_depth  # checked there, as the next
-    settings["branch_depth"] = depth
-    settings["keep_activations"] = keep_activations
-    settings["keep_tails"] = keep_tails
+    engine["branch_depth"] = depth
+    engine["keep_activations"] = keep_activations
+    engine["keep_tails"] = keep_tails
     style: Any = log_format
     server = ServerConfig(
         host=host,
@@ -337,7 +327,7 @@ def serve(
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
     )
-    llm = AsyncLLM(model, hang_seconds=hang_seconds, **settings)
+    llm = AsyncLLM(model, hang_seconds=hang_seconds, **engine)
     if asyncio.run(_serve(llm, server)):
         raise typer.Exit(FORCED)
 

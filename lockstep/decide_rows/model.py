@@ -11,16 +11,17 @@ from lockstep.decide_rows.run import Decided
 from lockstep.decisions import Gated, GatedCompletion
 from lockstep.decisions.asking import GateArguments, gated_requests
 from lockstep.engine.client import EngineState
+from lockstep.requests import LONG_TEXT
 from lockstep.types import Request, SamplingParams
-
-LONG_TEXT = 100_000
-"""Characters from which a row is tokenised beside the loop, one at a time: a megabyte takes
-seconds, in which no other row could go on, and hundreds of megabytes of memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decider:
-    """Decides by `gate` and writes by `params`; the model is started already."""
+    """Decides by `gate` and writes by `params`; the model is started already.
+
+    Long rows are tokenised beside the loop, and one at a time: a megabyte takes hundreds of
+    megabytes of memory.
+    """
 
     llm: AsyncLLM
     gate: GateArguments

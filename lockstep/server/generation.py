@@ -17,7 +17,7 @@ from lockstep.branch import Branch
 from lockstep.config import ServerConfig
 from lockstep.decisions import BranchSource, Gated
 from lockstep.decisions.sources import LabelSource, Source
-from lockstep.requests import RequestBuilder
+from lockstep.requests import LONG_TEXT, RequestBuilder
 from lockstep.server.errors import UnknownModel
 from lockstep.server.metrics import DecisionCounts, ToolCalls
 from lockstep.server.replies import Reply, encode
@@ -26,7 +26,6 @@ from lockstep.text.dialect import dialect_of
 from lockstep.types import Request, RequestError, SamplingParams
 
 T = TypeVar("T")
-LONG_TEXT = 50_000  # characters; about ten milliseconds of tokenising
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ class Envelope:
 
 async def off_loop(work: Callable[[], T], characters: int) -> T:
     """Run text work; in a thread when the text is long, so that other clients do not wait."""
-    return await asyncio.to_thread(work) if characters > LONG_TEXT else work()
+    return await asyncio.to_thread(work) if characters >= LONG_TEXT else work()
 
 
 def build_requests(

@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from tests.server.support import alive, wait_until
@@ -54,6 +57,25 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
     )
     assert light.returncode == 0, light.stderr
     assert float(light.stdout) < 0.6  # CPU seconds; typer, rich and the interpreter itself
+
+
+def test_engine_options_are_the_same_in_every_command() -> None:
+    from lockstep.cli.main import app
+    from lockstep.cli.options import ENGINE, SAMPLING
+
+    def options(command: str, names: Iterable[str]) -> list[object]:
+        found: Any = get_command(app)
+        for word in command.split():
+            found = found.commands[word]
+        by_name = {each.name: each for each in found.params}
+        return [(by_name[name].opts, by_name[name].help) for name in names]
+
+    engine = options("serve", ENGINE.parameters)
+    for command in ("generate", "chat", "batch run", "batch decide", "branch train"):
+        assert options(command, ENGINE.parameters) == engine, command
+    sampling = options("generate", SAMPLING.parameters)
+    for command in ("chat", "batch decide"):
+        assert options(command, SAMPLING.parameters) == sampling, command
 
 
 @pytest.mark.parametrize("command", ["chat", "generate", "serve", "models", "doctor"])

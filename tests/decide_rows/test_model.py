@@ -13,10 +13,11 @@ import pytest
 
 from lockstep.decide_rows import Rows, Run, Summary, decide_file
 from lockstep.decide_rows import model as decider_module
-from lockstep.decide_rows.model import LONG_TEXT, Decider
+from lockstep.decide_rows.model import Decider
 from lockstep.decisions import Choice
 from lockstep.decisions.asking import GateArguments
 from lockstep.places import Places
+from lockstep.requests import LONG_TEXT
 from lockstep.types import RequestError, SamplingParams
 from tests.branch_fake import make_branch
 from tests.decide_rows.support import results, written
