@@ -33,6 +33,12 @@ def _at_least(name: str, value: int, low: int) -> None:
         raise ConfigError(f"{name} must be at least {low}, got {value}")
 
 
+def _between(name: str, value: int, low: int, high: int) -> None:
+    _at_least(name, value, low)
+    if value > high:
+        raise ConfigError(f"{name} must be at most {high}, got {value}")
+
+
 def _boolean(name: str, value: bool) -> None:
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be True or False, got {value!r}")
@@ -41,6 +47,11 @@ def _boolean(name: str, value: bool) -> None:
 def _string(name: str, value: str) -> None:
     if not isinstance(value, str):
         raise ConfigError(f"{name} must be a string, got {value!r}")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 # By kind of device: a GPU wants thousands of rows a step to be busy, and has the memory.
@@ -65,6 +76,11 @@ def _defaults(device: str) -> dict[str, int]:
     return DEFAULTS.get(device.partition(":")[0], DEFAULTS["cpu"])
 
 
+DTYPES = ("auto", "bfloat16", "float32")
+BACKENDS = ("auto", "native", "torch", "triton")
+MAX_THREADS = 1024  # more than any memory can feed
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """What to load and where to put it.
@@ -76,7 +92,8 @@ class ModelOptions:
             is absent is an error, never a silent fallback.
         backend: kernels to use; "auto" takes Triton on CUDA and the native form on a CPU
             ("torch" on a CPU without a C++ compiler).
-        threads: CPU threads of the engine; 0 means all cores this process may use.
+        threads: CPU threads of the engine, at most `MAX_THREADS`; 0 means all cores this process
+            may use.
         cuda_graphs: replay captured decode steps on CUDA. They have the same bits; without
             them every kernel of a step is launched from Python.
     """
@@ -89,8 +106,11 @@ class ModelOptions:
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
+        _string("model", self.name)  # what the doors call it
+        _one_of("dtype", self.dtype, DTYPES)
         _string("device", self.device)
-        _at_least("threads", self.threads, 0)
+        _one_of("backend", self.backend, BACKENDS)
+        _between("threads", self.threads, 0, MAX_THREADS)
         _boolean("cuda_graphs", self.cuda_graphs)
 
 
@@ -300,7 +320,7 @@ class ServerConfig:
     stored_response_seconds: int = 24 * 3600
 
     def __post_init__(self) -> None:
-        _at_least("port", self.port, 0)
+        _between("port", self.port, 0, 65535)
         _at_least("max_body_bytes", self.max_body_bytes, 1024)
         _at_least("max_file_bytes", self.max_file_bytes, 1024)
         _string("data_dir", self.data_dir)
@@ -320,14 +340,8 @@ class ServerConfig:
             "stall_seconds",
         ):
             _at_least(name, getattr(self, name), 0)
-        for name, known in (
-            ("tool_parser", TOOL_PARSERS),
-            ("reasoning_parser", REASONING_PARSERS),
-        ):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
+        _one_of("tool_parser", self.tool_parser, TOOL_PARSERS)
+        _one_of("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
         if self.log_format not in ("console", "json"):
             raise ConfigError(f"log_format must be console or json, got {self.log_format!r}")
         if bool(self.tls_cert) != bool(self.tls_key):

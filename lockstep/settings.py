@@ -16,9 +16,6 @@ from lockstep.config import (
     SchedulerConfig,
 )
 
-_DTYPES = ("auto", "bfloat16", "float32")
-_BACKENDS = ("auto", "native", "torch", "triton")
-
 
 class EngineSettings(TypedDict, total=False):
     """Keyword arguments of both doors; `lockstep.config` documents each and its default."""
@@ -83,10 +80,6 @@ def engine_config(model: str, **settings: Unpack[EngineSettings]) -> EngineConfi
             raise ConfigError(f"unknown setting {name!r}; there are {', '.join(_ROOMS)}")
         room, key = _ROOMS[name]
         rooms[room][key] = _folders(value) if name == "branches" else value
-    for name, allowed in (("dtype", _DTYPES), ("backend", _BACKENDS)):
-        value = rooms["model"].get(name, "auto")
-        if value not in allowed:
-            raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
     return EngineConfig(
         model=ModelOptions(**rooms["model"]),
         cache=CacheConfig(**rooms["cache"]),

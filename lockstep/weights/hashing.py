@@ -17,9 +17,10 @@ def pieces(size: int, total: int) -> Iterator[tuple[int, int]]:
     All of them up to `WHOLE_BYTES`; beyond, evenly spaced samples, the first and last
     bytes among them.
     """
-    whole = total <= WHOLE_BYTES or size <= _SAMPLES * _SAMPLE_BYTES
-    length = _PIECE if whole else _SAMPLE_BYTES
-    step = _PIECE if whole else (size - length) // (_SAMPLES - 1)
-    end = size if whole else size - length + 1
-    for start in range(0, end, step):
-        yield start, min(length, size - start)
+    if total <= WHOLE_BYTES or size <= _SAMPLES * _SAMPLE_BYTES:
+        for start in range(0, size, _PIECE):
+            yield start, min(_PIECE, size - start)
+        return
+    last = size - _SAMPLE_BYTES
+    for index in range(_SAMPLES):
+        yield last * index // (_SAMPLES - 1), _SAMPLE_BYTES

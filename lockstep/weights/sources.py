@@ -73,9 +73,14 @@ def locate(name: str) -> Path:
         if name == model.name:
             return _packaged(model)
     if "\0" in name:
-        raise ModelError(f"{name!r} cannot be a path")
-    path = Path(name).expanduser()
-    if path.exists():
+        raise ModelError(f"{name!r:.100} cannot be a path")
+    try:
+        path = Path(name).expanduser()
+        found = path.exists()
+    except (OSError, RuntimeError) as error:
+        # Too long, behind a closed folder, or in the home of a user that does not exist.
+        raise ModelError(f"{name!r:.100} cannot be a path: {error!s:.100}") from None
+    if found:
         return path
     if _HUB_ID.fullmatch(name) and path.suffix not in (".gguf", ".safetensors"):
         return _from_hub(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -262,10 +263,21 @@ def test_hash_sees_every_byte_of_a_small_checkpoint(tmp_path: Path) -> None:
         assert open_checkpoint(str(first)).weights_hash() != before
 
 
-def test_samples_of_a_large_checkpoint_reach_from_end_to_end() -> None:
-    found = list(pieces(10 << 30, 20 << 30))
+@pytest.mark.parametrize("size", [10 << 30, 151936 * 4096 * 2, 1_000_003, 64 * 4096 + 1])
+def test_samples_of_a_large_checkpoint_reach_from_end_to_end(size: int) -> None:
+    found = list(pieces(size, 20 << 30))
     assert found[0][0] == 0
-    assert len(found) <= 70
-    assert (10 << 30) - sum(found[-1]) < 200
-    assert sum(count for _, count in pieces(3 << 20, 20 << 30)) < 3 << 20
-    assert sum(count for _, count in pieces(3 << 20, 3 << 20)) == 3 << 20
+    assert sum(found[-1]) == size
+    assert len(found) == 64
+    assert sum(count for _, count in found) < size
+    gaps = {after - before for (before, _), (after, _) in itertools.pairwise(found)}
+    assert max(gaps) - min(gaps) <= 1  # evenly spaced
+
+
+@pytest.mark.parametrize(("size", "total"), [(3 << 20, 3 << 20), (64 * 4096, 20 << 30), (0, 0)])
+def test_small_checkpoints_and_tensors_are_hashed_whole(size: int, total: int) -> None:
+    at = 0
+    for start, count in pieces(size, total):
+        assert start == at
+        at += count
+    assert at == size
