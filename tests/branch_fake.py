@@ -1,9 +1,10 @@
 """The exact fake with branches: it knows which rows wrote which layers of every slot.
 
-A slot that a row of the trunk has filled through all layers holds its prefix's hash, as in
-`FakeExecutor`. Any other holds `Part`: whose row it was, and the layers that it wrote. So a
-run that reads a page of rows that left too early, of rows that an adapter touched, or of
-another context is found.
+A slot that a row of the trunk has filled in all layers of its group holds its prefix's hash, as
+in `FakeExecutor`. Any other holds `Part`: whose row it was, and the layers that it wrote. Of rows
+kept at a stop it holds `Kept`: whose, and since which step. So a run that reads a page of rows
+that left too early, of rows that an adapter touched, or of another context is found, and one
+that goes on from rows that are not there.
 """
 
 from __future__ import annotations
@@ -15,23 +16,37 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.branch import Adapt, Branch, BranchError, HeadKind, read_branch, write_branch
-from lockstep.runner.groups import activations_of, branch_groups, tails_of
+from lockstep.runner.groups import executor_groups, tails_of
 from lockstep.runner.plan import Plan, RunResult, StepResult, TokenRun
 from lockstep.types import EngineInfo, LayerGroup
 from tests.fakes import EMPTY, FakeExecutor, hashes, mix
 
 WEIGHTS = "fake-weights"
+HIDDEN = 8
 Judge = Callable[[Sequence[int], int, Branch], tuple[float, ...]]
 
 
 class Part(NamedTuple):
-    """A slot that holds less than a row of the trunk through all layers: its prefix's hash,
-    the layers that were written, and the branch whose adapters had touched them."""
+    """A slot that holds less than a row of the trunk through all of its group: its prefix's
+    hash, the layers that were written, and the branch whose adapters had touched them."""
 
     prefix: int
     begin: int
     end: int
     key: str
+
+
+class Kept(NamedTuple):
+    """A slot of a row at a stop: its prefix's hash, and the step that stored it."""
+
+    prefix: int
+    step: int
+
+
+def page_elements(group: LayerGroup) -> int:
+    """How large a token is in a group, as a runner lays it out."""
+    own = len(group.layers) * group.kv_heads * group.head_dim
+    return own if group.kind == "activations" else 2 * own
 
 
 def scores_of(tokens: Sequence[int], begins: int, branch: Branch) -> tuple[float, ...]:
@@ -68,7 +83,8 @@ class BranchExecutor(FakeExecutor):
     """`FakeExecutor` that hosts branches.
 
     Args:
-        folders: of branches whose contexts get tails. keep_activations: and what enters forks.
+        folders: of branches at whose stops the groups are cut, and whose contexts get tails.
+        groups, pages_per_slab: of the model, uncut.
         judge: (tokens, begin of the suffix, branch) -> outputs of its head.
 
     Attributes:
@@ -80,20 +96,23 @@ class BranchExecutor(FakeExecutor):
         self,
         *,
         folders: Sequence[str] = (),
-        keep_activations: bool = False,
         judge: Judge = scores_of,
         **more: object,
     ) -> None:
         own = more.pop("groups", (LayerGroup("full", "full", (0, 1, 2, 3), 1, 8),))
         assert isinstance(own, tuple)
-        extra = branch_groups(
-            own, [read_branch(folder) for folder in folders], 8, keep_activations=keep_activations
-        )
+        groups = executor_groups(own, [read_branch(folder) for folder in folders], HIDDEN)
         per_slab = more.pop("pages_per_slab", ()) or (1,) * len(own)
         assert isinstance(per_slab, tuple)
+        sizes = [per * page_elements(group) for per, group in zip(per_slab, own, strict=True)]
+
+        def per_slab_of(group: LayerGroup) -> int:
+            whole = [size for size, of in zip(sizes, own, strict=True) if _is_piece(group, of)]
+            return max(1, (whole[0] if whole else max(sizes)) // page_elements(group))
+
         super().__init__(
-            groups=own + extra,
-            pages_per_slab=per_slab + (max(per_slab),) * len(extra),
+            groups=groups,
+            pages_per_slab=tuple(map(per_slab_of, groups)),
             **{"num_layers": 4, **more},  # type: ignore[arg-type]
         )
         self.judge = judge
@@ -101,7 +120,7 @@ class BranchExecutor(FakeExecutor):
         self.layers_of_rows = 0
         self._branches: dict[str, Branch] = {}
         self._parents: dict[int, tuple[int, int]] = {}  # hash -> (hash before, token)
-        self._runs: tuple[TokenRun, ...] = ()  # of the plan that is executed
+        self._plan = Plan(0, ())  # that is executed
 
     def load_branch(self, folder: str) -> Branch:
         branch = read_branch(folder)
@@ -131,7 +150,7 @@ class BranchExecutor(FakeExecutor):
         )
 
     def _execute(self, plan: Plan) -> StepResult:
-        self._runs = plan.runs
+        self._plan = plan
         return super()._execute(plan)
 
     # --- writing ------------------------------------------------------------------------
@@ -139,37 +158,58 @@ class BranchExecutor(FakeExecutor):
     def _write(self, run: TokenRun, written: set[tuple[int, int]]) -> None:
         self.layers_of_rows += len(run.tokens) * (run.layers[1] - run.layers[0])
         branch = self._branches[run.branch] if run.branch else None
-        assert branch is not None or not (run.branch or run.scores or run.kept)
+        assert branch is not None or not (run.branch or run.scores)
+        assert run.layers[0] == 0 or run.kept or run.source is not None
         if run.source is not None:
             self._check_source(run)
+        self._check_tables(run)
         value = self._before(run)
         for position, token in enumerate(run.tokens, run.start):
             before, value = value, mix(value, token)
             self._parents[value] = (before, token)
             for group, slot in self._slots(run, branch, value):
-                page, at = self._place(run, group, position)
-                assert (group, page * self.page_tokens + at) not in written, "written twice"
-                written.add((group, page * self.page_tokens + at))
-                self._page(group, page)[at] = slot  # type: ignore[call-overload]
+                self._fill(run, group, position, slot, written)
             for group in self._activations(run) if run.keeps else ():
-                page, at = self._place(run, group, position)
-                self._page(group, page)[at] = value
+                self._fill(run, group, position, Kept(value, self._plan.step), written)
+
+    def _fill(
+        self, run: TokenRun, group: int, position: int, slot: object, written: set[tuple[int, int]]
+    ) -> None:
+        page, at = self._place(run, group, position)
+        place = (group, page * self.page_tokens + at)
+        assert place not in written, "written twice"
+        written.add(place)
+        self._page(group, page)[at] = slot  # type: ignore[call-overload]
+
+    def _check_tables(self, run: TokenRun) -> None:
+        """Pages in the groups that the run reads or writes, and in no other."""
+        used = {group for group in range(len(self.groups)) if self._is_used(run, group)}
+        kept = self._activations(run)
+        if run.kept:
+            assert [self.groups[group].layers for group in kept] == [(run.layers[0],)]
+        elif run.keeps:
+            assert kept
+            begin, end = run.layers
+            assert all(begin < self.groups[group].layers[0] <= end for group in kept)
+            assert not run.branch, "a branch's rows are not kept"
+        else:
+            assert not kept
+        given = {group for group, table in enumerate(run.pages) if table}
+        assert given == used.union(kept), f"pages of {given}, not of {used}"
 
     def _check_source(self, run: TokenRun) -> None:
         assert run.source is not None
-        source = self._runs[run.source]
+        source = self._plan.runs[run.source]
         assert source.sequence == run.sequence
         assert (source.start, list(source.tokens)) == (run.start, list(run.tokens))
         assert not source.branch
-        assert source.layers[0] == 0 < run.layers[0] < source.layers[1]
+        assert source.layers[0] == 0 < run.layers[0] <= source.layers[1]
 
     def _slots(self, run: TokenRun, branch: Branch | None, value: int) -> list[tuple[int, object]]:
         """What a row of this prefix writes into every group."""
         begin, end = run.layers
         if branch is None:
-            assert begin == 0
-            slot: object = value if end == self.num_layers else Part(value, 0, end, "")
-            return [(group, slot) for group in self._used(0, end)]
+            return self._trunk_slots(value, begin, end)
         assert end == branch.exit, "a branch's rows leave at its exit"
         if branch.adapt == "suffix":
             assert begin == 0
@@ -181,8 +221,16 @@ class BranchExecutor(FakeExecutor):
             assert begin == branch.fork
             assert (run.source is None) == run.kept
             return list(tail)
-        below = Part(value, 0, branch.fork, "")
-        return [*tail, *((group, below) for group in self._used(0, branch.fork))]
+        return [*tail, *self._trunk_slots(value, 0, branch.fork)]
+
+    def _trunk_slots(self, value: int, begin: int, end: int) -> list[tuple[int, object]]:
+        found: list[tuple[int, object]] = []
+        for group in self._used(begin, end):
+            layers = self.groups[group].layers
+            whole = begin <= layers[0] and layers[-1] < end
+            assert whole or begin == 0, "a stop inside a group"
+            found.append((group, value if whole else Part(value, 0, end, "")))
+        return found
 
     def _before(self, run: TokenRun) -> int:
         """Hash of everything before the run, wherever its pages hold it."""
@@ -201,17 +249,20 @@ class BranchExecutor(FakeExecutor):
         return value
 
     def _told(self, run: TokenRun) -> int:
-        """What is before a run whose own layers see one position only: its source's prefix."""
+        """What is before a run whose own layers see one position only: as its source has it,
+        or its rows."""
+        if run.kept:
+            (group,) = self._activations(run)
+            page, slot = self._place(run, group, run.start)
+            return self._parents[_prefix_of(self._page(group, page)[slot])][0]
         assert run.source is not None
-        return self._before(self._runs[run.source])
+        return self._before(self._plan.runs[run.source])
 
     def _is_used(self, run: TokenRun, group: int) -> bool:
         begin, end = run.layers
         if run.branch and self._branches[run.branch].adapt == "context":
             branch = self._branches[run.branch]
             if group in self._tail_of(branch):
-                return True
-            if run.kept and group in self._activations(run):
                 return True
             end = branch.fork
         return group in self._used(begin, end)
@@ -242,11 +293,24 @@ class BranchExecutor(FakeExecutor):
             value = mix(value, token)
         tokens, expected = self._story(value, end)
         assert tokens[run.start :] == list(run.tokens)
+        if run.kept:
+            self._check_rows(run, expected)
         if run.branch:
             return self._read_branch(run, tokens, expected)
         for group in self._used(*run.layers):
             self._check_slots(run, group, expected, run.layers[1], ("",))
         return super()._read(run) if run.layers[1] == self.num_layers else RunResult()
+
+    def _read_groups(self, run: TokenRun) -> list[int]:
+        return self._used(*run.layers)
+
+    def _check_rows(self, run: TokenRun, expected: list[int]) -> None:
+        """The rows that it goes on from are its own, and a step before this one stored them."""
+        (group,) = self._activations(run)
+        rows: list[object] = list(self._stored(run, group, run.start, len(expected)))
+        assert all(isinstance(row, Kept) for row in rows), "goes on from rows never kept"
+        assert [row.prefix for row in rows if isinstance(row, Kept)] == expected[run.start :]
+        assert all(row.step < self._plan.step for row in rows if isinstance(row, Kept))
 
     def _read_branch(self, run: TokenRun, tokens: list[int], expected: list[int]) -> RunResult:
         branch = self._branches[run.branch]
@@ -263,10 +327,6 @@ class BranchExecutor(FakeExecutor):
                 self._check_slots(run, group, expected, branch.exit, (branch.key,))
             for group in () if run.layers[0] else self._used(0, branch.fork):
                 self._check_slots(run, group, expected, branch.fork, ("",))
-            if run.kept:
-                (group,) = (g for g in (activations_of(self.groups, branch.fork),) if g is not None)
-                rows = self._stored(run, group, run.start, len(expected))
-                assert rows == expected[run.start :], "foreign activations"
         assert run.logits == int(run.scores)
         if not run.scores:
             return RunResult()
@@ -303,5 +363,9 @@ class BranchExecutor(FakeExecutor):
         return tokens[::-1], found[::-1]
 
 
-def _prefix_of(slot: int | Part) -> int:
-    return slot.prefix if isinstance(slot, Part) else slot
+def _is_piece(group: LayerGroup, of: LayerGroup) -> bool:
+    return group.kind == of.kind and set(group.layers) <= set(of.layers)
+
+
+def _prefix_of(slot: int | Part | Kept) -> int:
+    return slot if isinstance(slot, int) else slot.prefix

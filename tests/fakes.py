@@ -195,7 +195,7 @@ class FakeExecutor:
         end = run.start + len(run.tokens)
         expected = self._history(run, run.sample) if run.sample is not None else None
         seen: list[int] | None = None
-        for group in self._own:
+        for group in self._read_groups(run):
             window = self.groups[group].window
             first = 0 if window is None else max(0, run.start - window + 1)
             stored = self._stored(run, group, first, end)
@@ -235,6 +235,10 @@ class FakeExecutor:
         reports = params.logprobs is not None or params.logprob_token_ids
         logprob = _logprob(token, params.logprob_token_ids) if reports else None
         return RunResult(token, logprob, scores)
+
+    def _read_groups(self, run: TokenRun) -> Sequence[int]:
+        """The groups that the run's queries see."""
+        return self._own
 
     def _pool(self, run: TokenRun) -> bytes:
         """Of every pooled row its prefix's hash: all of them added, or the last one."""

@@ -8,14 +8,15 @@ Where does my code go?
   where it can be reused, which pages a run writes, which it no longer reads.
 - `cache.py`: `PrefixCache` joins the three: match, open, grow, publish, trim, close and
   eviction. The scheduler talks to this file only.
-- `lease.py`: the records that pass between the two: `Match`, `Lease`, `StepJournal`.
+- `lookup.py`: how much of a prefix serves a sequence's need; reads only.
+- `lease.py`: the records that pass between the two: `Need`, `Match`, `Lease`, `StepJournal`.
 - `integrity.py`: the proof that every reference has exactly one known holder.
 
 A new kind of layer is one class in `groups/` and one line in its table.
 """
 
 from lockstep.cache.cache import CacheStats, PrefixCache
-from lockstep.cache.lease import Lease, Match, StepJournal, Want
+from lockstep.cache.lease import Lease, Match, Need, StepJournal, Want
 from lockstep.cache.tree import Identity
 
-__all__ = ["CacheStats", "Identity", "Lease", "Match", "PrefixCache", "StepJournal", "Want"]
+__all__ = ["CacheStats", "Identity", "Lease", "Match", "Need", "PrefixCache", "StepJournal", "Want"]

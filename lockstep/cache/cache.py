@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from lockstep.cache.groups import CacheGroup
 from lockstep.cache.groups.base import pages_in
 from lockstep.cache.integrity import Books
-from lockstep.cache.lease import Lease, Match, StepJournal, Want
+from lockstep.cache.lease import Lease, Match, Need, StepJournal, Want
+from lockstep.cache.lookup import Lookup
 from lockstep.cache.pool import PagePool, PoolError
 from lockstep.cache.tree import Identity, Key, Node, PrefixTree
 from lockstep.runner.groups import activations_of, tails_of
 from lockstep.runner.plan import PageCopy
 
 _OF_BRANCHES = ("branch", "activations")
-MOST_LOOKED_AT = 256
-"""Children of a node that a lookup considers for a page to copy when the nearest has none."""
 
 
 @dataclass(slots=True)
@@ -70,6 +68,7 @@ class PrefixCache:
         self.keep = keep
         self.trunk = tuple(g.index for g in self.groups if g.layers.kind not in _OF_BRANCHES)
         self._tails = tuple(g.index for g in self.groups if g.layers.kind == "branch")
+        self._rows = tuple(g.index for g in self.groups if g.layers.kind == "activations")
         self._fleeting = frozenset(() if keep_tails else self._tails)
         self.tree = PrefixTree(page_tokens)
         self.stats = CacheStats()
@@ -77,6 +76,7 @@ class PrefixCache:
         self._idle: OrderedDict[tuple[int, int], None] = OrderedDict()  # oldest first
         self._idle_pages = [0] * len(self.groups)
         self._unwritten: set[tuple[int, int]] = set()  # adopted, their plan not done
+        self._lookup = Lookup(self.tree, self.groups, self._unwritten)
 
     # --- sizes -----------------------------------------------------------------
 
@@ -89,16 +89,43 @@ class PrefixCache:
             if any(begin <= layer < end for layer in self.groups[index].layers.layers)
         )
 
+    def cuts_through(self, layer: int) -> bool:
+        """Whether a group of the model's own has layers on both sides."""
+        return any(
+            min(group.layers.layers) < layer <= max(group.layers.layers)
+            for group in (self.groups[index] for index in self.trunk)
+        )
+
     def tails(self, fork: int, exit_: int, own: str) -> tuple[Want, ...]:
         """The groups in which the branch of that key keeps layers [fork, exit_); none where
         the pool was laid out without them."""
         layers = [group.layers for group in self.groups]
         return tuple(Want(index, own) for index in tails_of(layers, fork, exit_))
 
-    def activations(self, fork: int) -> tuple[Want, ...]:
+    def rows(self, stop: int) -> Want | None:
         """The group that holds what enters that layer, if there is one."""
-        index = activations_of([group.layers for group in self.groups], fork)
-        return () if index is None else (Want(index),)
+        index = activations_of([group.layers for group in self.groups], stop)
+        return None if index is None else Want(index)
+
+    def plain(self, layers: tuple[int, int]) -> list[Need]:
+        """What the trunk's own sequences may go on from: a prefix through all of `layers`, or
+        one of which a part has the rows at a stop in place of the layers above."""
+        stops = [self.groups[i].layers.layers[0] for i in self._rows if self.pool.used[i]]
+        if stops:
+            return [self.resuming(stop, layers) for stop in stops]
+        return [Need(self.wants(layers), fresh=layers[1] - layers[0])]
+
+    def resuming(self, stop: int, layers: tuple[int, int]) -> Need:
+        """What it takes to make the trunk's `layers` above a stop from the rows there."""
+        begin, end = layers
+        return Need(
+            self.wants((begin, stop)),
+            self.wants((stop, end)),
+            rows=self.rows(stop),
+            stop=stop,
+            fresh=end - begin,
+            made=end - stop,
+        )
 
     def fits_alone(
         self, length: int, wants: Iterable[Want] | None = None, held: int | None = None
@@ -139,26 +166,28 @@ class PrefixCache:
         """Pages per group that a sequence of `length` tokens would take beside those of
         `match` that live sequences hold anyway."""
         needs = [0] * len(self.groups)
-        reach = [(want, match.length) for want in match.wants]
-        for want, usable in reach + [(want, match.behind) for want in match.lagging]:
+        for want, position, end in match.reaches():
             group = self.groups[want.group]
             refs = self.pool.refs[want.group]
             key = (want.group, want.own)
-            whole = usable // self.page_tokens
+            first, whole = group.first_needed(position), end // self.page_tokens
             shared = sum(
                 1
-                for node in match.nodes[group.first_needed(usable) : whole]
+                for node in match.nodes[first:whole]
                 if (page := node.page(key)) is not None and refs[page] > 1
             )
-            needs[want.group] = max(0, group.live_pages(length) - shared)
+            more = pages_in(length, self.page_tokens) - first
+            needs[want.group] = max(0, min(group.live_pages(length), more) - shared)
         return needs
 
     def outstanding(self, lease: Lease, length: int) -> list[int]:
-        """Pages per group that the lease may still take to reach `length` tokens."""
+        """Pages per group that the lease, or whoever goes on from it, may still take to reach
+        `length` tokens."""
         needs = [0] * len(self.groups)
         for index, _ in lease.keys:
-            held = len(lease.tables[index]) - lease.first[index]
-            needs[index] = max(0, self.groups[index].live_pages(length) - held)
+            reach = len(lease.tables[index])
+            more = self.groups[index].live_pages(length) - (reach - lease.first[index])
+            needs[index] = max(0, min(more, pages_in(length, self.page_tokens) - reach))
         return needs
 
     @property
@@ -178,94 +207,37 @@ class PrefixCache:
 
     @property
     def pages_tail(self) -> int:
-        """Pages of branches' tails, held or kept."""
-        return sum(self.pool.used[index] for index in self._tails)
+        """Pages of branches' tails and of rows at stops, held or kept."""
+        return sum(self.pool.used[index] for index in (*self._tails, *self._rows))
 
     # --- a sequence's way --------------------------------------------------------
 
-    def match(
-        self,
-        identity: Identity,
-        tokens: Sequence[int],
-        limit: int,
-        wants: tuple[Want, ...],
-        lagging: tuple[Want, ...] = (),
-    ) -> Match:
-        """The longest prefix of `tokens[:limit]` at which every wanted group has its component.
+    def match(self, identity: Identity, tokens: Sequence[int], limit: int, need: Need) -> Match:
+        """The longest prefix of `tokens[:limit]` that serves the need, see `Match`."""
+        return self._lookup.match(identity, tokens, limit, need)
 
-        Args:
-            lagging: groups whose usable prefix may be shorter, see `Match`. One of `wants` must
-                then be of use by whole pages only.
-        """
-        nodes, walked = self.tree.walk(identity, tokens, limit)
-        if walked % self.page_tokens:
-            self._prefer_ready(
-                nodes, tuple(tokens[walked - walked % self.page_tokens : walked]), wants
-            )
-        soon = self._usable(nodes, walked, wants)
-        length = soon
-        inside = soon % self.page_tokens
-        if inside and not self._ready(nodes[soon // self.page_tokens], wants):
-            length = self._usable(nodes, soon - inside, wants)
-        behind = self._usable(nodes, length, lagging) if lagging else length
-        if behind < length:
-            behind = self._usable(nodes, behind - behind % self.page_tokens, lagging)
-        return Match(identity, wants, nodes, walked, length, soon, lagging, behind)
-
-    def _prefer_ready(
-        self, nodes: list[Node], begun: tuple[int, ...], wants: tuple[Want, ...]
-    ) -> None:
-        """Of the nodes whose page begins with these tokens, take one that can be copied now."""
-        if self._ready(nodes[-1], wants):
-            return
-        parent = nodes[-1].parent
-        assert parent is not None
-        for node in islice(self.tree.beginning_with(parent, begun), MOST_LOOKED_AT):
-            if self._ready(node, wants):
-                nodes[-1] = node
-                return
-
-    def _ready(self, node: Node, wants: tuple[Want, ...]) -> bool:
-        """Whether every wanted component is there, and written."""
-        for want in wants:
-            page = node.page((want.group, want.own))
-            if page is None or (want.group, page) in self._unwritten:
-                return False
-        return True
-
-    def _usable(self, nodes: list[Node], length: int, wants: tuple[Want, ...]) -> int:
-        settled = False
-        while not settled and length:
-            settled = True
-            for want in wants:
-                usable = self.groups[want.group].reusable(nodes, length, (want.group, want.own))
-                if usable < length:
-                    length, settled = usable, False
-        return length
-
-    def open(self, match: Match, journal: StepJournal) -> tuple[Lease, int, list[PageCopy]]:
-        """A lease on the matched pages; returns it, the tokens covered (by groups that lag
-        behind, where there are any), and copies to plan.
+    def open(self, match: Match, journal: StepJournal) -> tuple[Lease, list[PageCopy]]:
+        """A lease on the matched pages, and copies to plan.
 
         A page matched in part is copied (the source is pinned by the journal); when the
-        pool has no page for that, the match falls back to whole pages.
+        pool has no page for that, the match is shortened to whole pages.
         """
-        length = match.length
         self.stats.walked += match.walked
-        self.stats.matched += length
-        lease = self._lease(match, length)
-        if length % self.page_tokens == 0:
-            return lease, match.behind, []
-        place = length // self.page_tokens
-        sources = [
-            (key[0], page)
-            for key in lease.keys
-            if (page := match.nodes[place].page(key)) is not None
-        ]
+        self.stats.matched += match.length
+        lease = self._lease(match)
+        place, begun = divmod(match.length, self.page_tokens)
+        if not begun:
+            return lease, []
+        sources = []
         needs = [0] * len(self.groups)
+        for want, first, end in match.reaches():
+            if end == match.length and (first < end or want != match.need.rows):
+                page = match.nodes[place].page((want.group, want.own))
+                assert page is not None
+                sources.append((want.group, page))
+                needs[want.group] = 1
         for group, page in sources:
             self._retain(group, page)
-            needs[group] = 1
         copies = []
         if self._reserve(needs):
             for group, page in sources:
@@ -273,78 +245,95 @@ class PrefixCache:
                 lease.tables[group].append(target)
                 copies.append(PageCopy(group, page, target))
             journal.pins.extend(sources)
-            lease.covered = (place + 1) * self.page_tokens
             self.stats.copies += len(copies)
-            return lease, length, copies
+            return lease, copies
         for group, page in sources:
             self._release(group, page)
         self.close(lease)
-        length = self._usable(match.nodes, place * self.page_tokens, match.wants)
-        length -= length % self.page_tokens
-        return self._lease(match, length), length, []
+        self._lookup.shorten(match, place * self.page_tokens)
+        return self._lease(match), []
 
-    def _lease(self, match: Match, length: int) -> Lease:
-        """Take the whole pages of `match` below `length`."""
+    def _lease(self, match: Match) -> Lease:
+        """Take the whole pages of `match`."""
         size = self.page_tokens
-        reach = [(want, length) for want in match.wants]
-        reach += [(want, match.behind) for want in match.lagging]
-        whole = min(length, match.behind) // size
+        need = match.need
+        whole = min(match.length, match.behind) // size
         node = match.nodes[whole - 1] if whole else self.tree.root(match.identity)
         node.pins += 1
-        lease = Lease(len(self.groups), tuple((want.group, want.own) for want, _ in reach), node)
+        reaches = list(match.reaches())
+        lease = Lease(
+            len(self.groups), tuple((want.group, want.own) for want, _, _ in reaches), node
+        )
         lease.published = whole
         lease.covered = whole * size
-        for want, usable in reach:
+        lease.held = {want.group: match.held for want in need.held}
+        lease.rows = None if need.rows is None else need.rows.group
+        for want, position, end in reaches:
             index = want.group
-            last = usable // size
-            first = min(self.groups[index].first_needed(usable), last)
+            if want == need.rows and not need.keeps:
+                lease.held[index] = end
+            last = end // size
+            first = min(self.groups[index].first_needed(position), last)
             lease.first[index] = first
             table = lease.tables[index]
             table.extend([-1] * first)
-            for held in match.nodes[first:last]:
-                page = held.page((index, want.own))
+            for node in match.nodes[first:last]:
+                page = node.page((index, want.own))
                 table.append(-1 if page is None else page)
                 if page is not None:
                     self._retain(index, page)
         return lease
 
-    def grow(self, lease: Lease, start: int, end: int, only: Collection[int] | None = None) -> bool:
+    def grow(
+        self,
+        lease: Lease,
+        start: int,
+        end: int,
+        spans: Mapping[int, tuple[int, int]] | None = None,
+    ) -> bool:
         """Give the lease every page that computing positions [start, end) writes.
 
         Evicts as needed. False, with the lease unchanged, when the pool cannot hold them.
-        Args: only: the groups that are written; None stands for all.
+        Args: spans: of which of them each group is written; None stands for all in every group
+            that grows.
         """
         size = self.page_tokens
+        if spans is None:
+            spans = {index: (start, end) for index, _ in lease.keys if index not in lease.held}
         needs = [0] * len(self.groups)
         places: list[tuple[int, list[int]]] = []
-        for index, _ in lease.keys:
-            if only is not None and index not in only:
+        for index, (begin, until) in spans.items():
+            if begin >= until:
                 continue
             table = lease.tables[index]
             missing = [
                 place
-                for place in self.groups[index].writes(start, end)
+                for place in self.groups[index].writes(begin, until)
                 if place >= len(table) or table[place] < 0
             ]
             needs[index] = len(missing)
             places.append((index, missing))
         if not self._reserve(needs):
             return False
-        last = (end - 1) // size
         for index, missing in places:
             table = lease.tables[index]
+            last = (spans[index][1] - 1) // size
             if len(table) <= last:
                 table.extend([-1] * (last + 1 - len(table)))
             for place in missing:
                 table[place] = self.pool.allocate(index)
-        lease.covered = max(lease.covered, (last + 1) * size)
+        lease.covered = max(lease.covered, pages_in(end, size) * size)
         return True
 
     def trim(self, lease: Lease, position: int) -> None:
-        """Release the entries that no query at `position` or later reads."""
+        """Release the entries that no query at `position` or later reads, nor whoever makes
+        more of the groups that are held."""
         for index, _ in lease.keys:
             first = lease.first[index]
-            needed = min(self.groups[index].first_needed(position), len(lease.tables[index]))
+            at = lease.held.get(index, position)
+            if index == lease.rows:
+                at = min([position, *lease.held.values()])
+            needed = min(self.groups[index].first_needed(at), len(lease.tables[index]))
             if first < needed:
                 table = lease.tables[index]
                 for place in range(first, needed):
@@ -367,7 +356,29 @@ class PrefixCache:
                     self._release(index, page)
             lease.first[index] = min(lease.first[index], len(table))
         lease.keys = tuple(key for key in lease.keys if key in keys)
+        left = {index for index, _ in lease.keys}
+        lease.held = {index: reach for index, reach in lease.held.items() if index in left}
         lease.covered = min(lease.covered, pages * self.page_tokens)
+
+    def go_on(self, lease: Lease, length: int) -> int:
+        """The lease's holder goes on to write the groups that it held: from which position.
+
+        What it publishes next is there again, with these groups' pages.
+        Args: length: tokens whose rows it has stored.
+        """
+        at = min(lease.held.values())
+        lease.held = {} if lease.rows is None else {lease.rows: length}
+        whole = at // self.page_tokens
+        if whole < lease.published:
+            self._drop_tail(lease)
+            node = lease.node
+            while whole < lease.published:
+                assert node.parent is not None
+                node = node.parent
+                lease.published -= 1
+            self._stand(lease, node)
+        lease.covered = min(lease.covered, whole * self.page_tokens)
+        return at
 
     def publish(
         self,
@@ -403,6 +414,8 @@ class PrefixCache:
         page = table[place] if place < len(table) else -1
         if page < 0:
             return
+        if lease.held.get(index, self._end_of(place)) < self._end_of(place):
+            return  # not written to its end
         held = lease.node.page(key)
         if held is None:
             self._adopt(lease.node, key, page, journal)
@@ -410,10 +423,15 @@ class PrefixCache:
             self._retain(index, held)
             journal.swaps.append((lease, index, place, held))
 
+    def _end_of(self, place: int) -> int:
+        return (place + 1) * self.page_tokens
+
     def _publish_tail(
         self, lease: Lease, rest: tuple[int, ...], journal: StepJournal | None
     ) -> None:
-        keys = [key for key in lease.keys if self.groups[key[0]].partial]
+        keys = [
+            key for key in lease.keys if self.groups[key[0]].partial and key[0] not in lease.held
+        ]
         if lease.node.order:
             near, shared = self.tree.nearest(lease.node, rest)
             if shared == len(rest) and all(near.page(key) is not None for key in keys):
@@ -560,9 +578,10 @@ class PrefixCache:
         self.tree.prune(node)
 
     def _stand(self, lease: Lease, node: Node) -> None:
+        before, lease.node = lease.node, node
         node.pins += 1
-        lease.node.pins -= 1
-        lease.node = node
+        before.pins -= 1
+        self.tree.prune(before)
 
     def check_integrity(self, leases: Iterable[Lease], *journals: StepJournal) -> None:
         """Raise `PoolError` unless every reference has exactly one holder that is known.

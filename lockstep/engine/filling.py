@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 
-from lockstep.cache import Match, PrefixCache, StepJournal, Want
+from lockstep.cache import Match, Need, PrefixCache, StepJournal
 from lockstep.config import BranchOptions, SchedulerConfig
 from lockstep.engine.queues import Queues
-from lockstep.engine.routes import Route, runs_of
+from lockstep.engine.routes import from_rows, runs_of, tables_of
 from lockstep.engine.sequence import Sequence, State
 from lockstep.prefixes import common_prefix
 from lockstep.runner.plan import PageCopy, TokenRun
@@ -52,11 +52,6 @@ class Draft:
     members: list[Sequence] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)
     journal: StepJournal = field(default_factory=StepJournal)
-
-
-def _without_activations(route: Route) -> tuple[Want, ...]:
-    kept = set(route.activations)
-    return (*(want for want in route.wants if want not in kept), *route.lagging)
 
 
 class Filling(Queues):
@@ -147,9 +142,12 @@ class Filling(Queues):
         assert lease is not None
         start = sequence.computed
         total = len(sequence.tokens)
-        route = sequence.route
+        if sequence.route is None and 0 < sequence.kept_until <= start:
+            # What was missing is made, in a step that is done: the rows are no more needed.
+            sequence.kept_until, sequence.need = 0, self.whole
+            self.cache.narrow(lease, self.whole.wants, lease.covered)
         count = min(total - start, most, draft.budget)
-        if route is not None and route.twin and start < route.begins:
+        if sequence.route is not None and sequence.route.doubles and start < sequence.route.begins:
             count = min(count, max(1, draft.budget // 2))
         size = self.cache.page_tokens
         if self._alone is sequence:
@@ -164,35 +162,51 @@ class Filling(Queues):
         end = start + count
         if count > 1 or end % size == 0 or start % size == 0:
             until = min(end, sequence.shared)
-            self.cache.publish(lease, sequence.tokens, until, draft.journal, tail=count > 1)
+            tail = count > 1 and end >= sequence.kept_until  # else there is a longer one
+            self.cache.publish(lease, sequence.tokens, until, draft.journal, tail=tail)
         sequence.computed = end
         sequence.attained += count
         sequence.planned = draft.step
-        if route is not None:
-            runs = runs_of(sequence, route, start, end, len(draft.runs))
-            draft.runs.extend(runs)
-            draft.members.extend([sequence] * len(runs))
-            draft.budget -= sum(len(run.tokens) for run in runs)  # below 0 where one is doubled
-            return True
+        if sequence.route is None:
+            runs = self._plain_runs(sequence, start, end)
+        else:
+            runs = runs_of(sequence, sequence.route, start, end, len(draft.runs))
+        draft.runs.extend(runs)
+        draft.members.extend([sequence] * len(runs))
+        draft.budget -= count  # below 0 where one row is doubled
+        if sequence.route is not None and sequence.route.doubles:
+            draft.budget -= sum(len(run.tokens) for run in runs if run.source is not None)
+        return True
+
+    def _plain_runs(self, sequence: Sequence, start: int, end: int) -> list[TokenRun]:
+        """What positions [start, end) of the trunk's own sequence become."""
+        lease, made = sequence.lease, min(end, sequence.kept_until)
+        assert lease is not None
+        runs, tables = [], lease.tables
+        if start < made:
+            runs.append(from_rows(sequence, start, made, self.layers[1]))
+            start = made
+            tables = tables_of(lease, sequence.need.writes)
+        if start == end:
+            return runs
+        ends = end == len(sequence.tokens)
         rows, targets = sequence.logit_rows(start, end)
-        draft.runs.append(
+        runs.append(
             TokenRun(
                 sequence.number,
                 start,
                 sequence.tokens[start:end],
-                lease.tables,
+                tables,
                 sequence.layers,
                 None,
                 rows,
                 targets,
-                sequence.sample_spec() if end == total and sequence.draws else None,
+                sequence.sample_spec() if ends and sequence.draws else None,
                 sequence.request.sampling if targets else None,
                 sequence.request.pooling if rows else "",
             )
         )
-        draft.members.append(sequence)
-        draft.budget -= count
-        return True
+        return runs
 
     def _take_pages(self, sequence: Sequence, draft: Draft, count: int) -> int:
         """Pages for the next tokens, by eviction, a smaller chunk, then preemption.
@@ -213,15 +227,15 @@ class Filling(Queues):
         return 1 if self._grow(sequence, start, start + 1) else 0
 
     def _grow(self, sequence: Sequence, start: int, end: int) -> bool:
-        """Pages for what positions [start, end) write; False, if need be with some of them."""
-        lease, made = sequence.lease, min(end, sequence.kept_until)
+        """Pages for what positions [start, end) write; False, with none, if they are not there."""
+        lease, need = sequence.lease, sequence.need
         assert lease is not None
-        if start < made:
-            assert sequence.route is not None
-            if not self.cache.grow(lease, start, made, [w.group for w in sequence.route.lagging]):
-                return False
-            start = made
-        return start == end or self.cache.grow(lease, start, end)
+        made = min(end, max(start, sequence.kept_until))
+        spans = dict.fromkeys((want.group for want in need.wants), (made, end))
+        spans.update(dict.fromkeys((want.group for want in need.lagging), (start, end)))
+        if need.rows is not None:
+            spans[need.rows.group] = (made, min(end, sequence.keeps_until(made)))
+        return self.cache.grow(lease, start, end, spans)
 
     def _victim(self, sequence: Sequence, draft: Draft) -> Sequence | None:
         """The least important sequence, less important than this one and not in the plan."""
@@ -267,9 +281,9 @@ class Filling(Queues):
             return _Admission.SKIPPED
         if self.running and not self._has_room(sequence, match):
             return _Admission.BLOCKED
-        sequence.lease, sequence.computed, copies = self.cache.open(match, draft.journal)
-        sequence.kept_until = match.length if match.lagging else 0
-        found = max(sequence.computed, sequence.kept_until)
+        sequence.lease, copies = self.cache.open(match, draft.journal)
+        sequence.need, sequence.computed, found = match.need, match.behind, match.length
+        sequence.kept_until = found if match.behind < found else 0
         sequence.attained = 0
         self._move(sequence, self.waiting, self.running, State.RUNNING)
         if not self._advance(sequence, draft, limit):
@@ -285,43 +299,30 @@ class Filling(Queues):
 
     def _lookup(self, sequence: Sequence) -> Match:
         """What of the sequence's prefix is there. Which way a decision takes is settled here."""
-        route = sequence.route if sequence.gate is None else sequence.gate.route
-        if route is None or not route.tails:
-            return self._match(sequence, sequence.wants)
-        sequence.route, sequence.wants = route, route.wants
-        match = self._match(sequence, route.wants, route.lagging)
-        if route.lagging:  # unless the tail reaches further than activations
-            there = self._match(sequence, _without_activations(route))
-            if there.length - match.length >= self.cache.page_tokens:
-                match = there
-        if route.early is None:
-            return match
-        # Layers to go through until the branch has read the context and the trunk has it too.
-        depth, context = self.layers[1], sequence.reusable_limit
-        twice = (context - match.length) * (depth + route.exit - route.fork)
-        known = self._match(sequence, self.cache.wants(self.layers)).length
-        if (context - known) * depth >= twice:
-            return match
-        alone = self._match(sequence, route.early.wants)
-        if (context - alone.length) * route.exit + (context - known) * depth >= twice:
-            return match
-        sequence.route, sequence.wants = route.early, route.early.wants
-        return alone
-
-    def _match(
-        self, sequence: Sequence, wants: tuple[Want, ...], lagging: tuple[Want, ...] = ()
-    ) -> Match:
         limit = sequence.reusable_limit
-        return self.cache.match(sequence.identity, sequence.tokens, limit, wants, lagging)
+
+        def match(need: Need) -> Match:
+            return self.cache.match(sequence.identity, sequence.tokens, limit, need)
+
+        if not sequence.routes:
+            found = [match(need) for need in self.cache.plain(self.layers)]
+            return min(found, key=lambda one: one.work(limit))
+        sequence.route, *others = sequence.routes
+        best = match(sequence.route.need)
+        for route in others:
+            there = match(route.need)
+            if max(there.length, there.held) - best.length >= self.cache.page_tokens:
+                sequence.route, best = route, there
+        return best
 
     def _has_room(self, sequence: Sequence, match: Match) -> bool:
         """Whether its tokens so far fit beside what the running ones still need for theirs,
         with a page to spare for the growth of each."""
         needs = self.cache.demand(match, len(sequence.tokens))
-        for want in sequence.wants:
+        for want in match.need.all:
             needs[want.group] += len(self.running)
         for other in self.running:
-            if other.remaining > 1 and other.lease is not None:
+            if other.lease is not None and (other.remaining > 1 or other.lease.held):
                 more = self.cache.outstanding(other.lease, len(other.tokens))
                 needs = [need + extra for need, extra in zip(needs, more, strict=True)]
         return self.cache.could_fit(needs)
@@ -329,25 +330,47 @@ class Filling(Queues):
     def _should_wait(self, sequence: Sequence, match: Match) -> bool:
         """Whether a step under way, or a running sequence, is about to compute enough of
         this one's prefix. Sets `waits_for` in the second case."""
-        found = match.behind
-        worth = len(sequence.tokens) - found
-        if match.soon > match.length and (match.soon - match.length) * WORTH_WAITING >= worth:
+        need, limit = match.need, sequence.reusable_limit
+        work = match.work(limit)
+        worth = work + (len(sequence.tokens) - limit) * need.fresh
+        saved = (match.soon - match.length) * need.fresh
+        if saved and saved * WORTH_WAITING >= worth:
             return True
-        whole = (match.behind if match.lagging else match.walked) // self.cache.page_tokens
-        frontier = match.nodes[whole - 1] if whole else self.cache.tree.roots.get(match.identity)
-        if frontier is None:
-            return False
-        known = whole * self.cache.page_tokens
         for other in self.running:
-            lease = other.lease
-            if lease is None or lease.node is not frontier or other.remaining == 0:
+            if other.remaining == 0 or other.rank[0] > sequence.rank[0]:
                 continue
-            if other.rank[0] > sequence.rank[0] or not set(sequence.wants) <= set(other.wants):
+            known = self._stands_on(match, other)
+            if known is None or not _serves(other.need, need):
                 continue
             same = known + common_prefix(other.tokens[known:], sequence.tokens[known:])
-            until = min(same, other.shared, sequence.reusable_limit)
-            saved = until - found
-            if until > other.computed and saved > 0 and saved * WORTH_WAITING >= worth:
+            until = min(same, other.shared, limit)
+            if until <= other.computed:
+                continue
+            behind = until if set(need.lagging) <= set(other.need.writes) else match.behind
+            left = (until - min(until, behind)) * need.made + (limit - until) * need.fresh
+            if work > left and (work - left) * WORTH_WAITING >= worth:
                 sequence.waits_for, sequence.waits_until = other, until
                 return True
         return False
+
+    def _stands_on(self, match: Match, other: Sequence) -> int | None:
+        """How much of the matched path the other one has told the tree of, if it goes on from
+        there."""
+        lease, size = other.lease, self.cache.page_tokens
+        if lease is None:
+            return None
+        place = lease.published
+        if place == 0:
+            on_path = self.cache.tree.roots.get(match.identity) is lease.node
+        else:
+            on_path = place * size <= match.walked and match.nodes[place - 1] is lease.node
+        return place * size if on_path else None
+
+
+def _serves(writer: Need, reader: Need) -> bool:
+    """Whether a prefix by one that has the first need can be gone on from with the second."""
+    writes = set(writer.writes)
+    above = {*reader.lagging, *reader.held}
+    return writes.issuperset(reader.wants) and (
+        reader.rows is None or reader.rows in writes or writes.issuperset(above)
+    )

@@ -32,7 +32,7 @@ class GatedRequest:
     """A request that has yet to decide.
 
     Attributes:
-        gate: what to read. route: the way of a branch's rows; None for the trunk's own head.
+        gate: what to read. routes: the ways of a branch's rows; none for the trunk's own head.
         max_lens: for each option the most tokens of a writer, prompt included; 0 where the
             gate stays closed.
         prompt_len: tokens in front of what is read and written. grammar: of what is written.
@@ -44,13 +44,13 @@ class GatedRequest:
         gate: Gate,
         max_lens: Sequence[int],
         grammar: CompiledGrammar | None = None,
-        route: Route | None = None,
+        routes: tuple[Route, ...] = (),
     ) -> None:
         self.gate = gate
         self.prompt_len = len(request.prompt)
         self.max_lens = tuple(max_lens)
         self.grammar = grammar
-        self.route = route
+        self.routes = routes
         self._request = request
         self._rows: list[list[TokenLogprob]] = []  # of each probe that was read
         self._scores: tuple[float, ...] = ()
@@ -69,7 +69,7 @@ class GatedRequest:
     @property
     def judge_len(self) -> int:
         """Most tokens of that sequence, with the one that it draws for its probabilities."""
-        return len(self.judge.prompt) + (self.route is None)
+        return len(self.judge.prompt) + (not self.routes)
 
     def take(self, rows: Sequence[TokenLogprob], scores: tuple[float, ...]) -> None:
         """What the probe told: the entries of its path and of what is drawn behind it, or
@@ -84,7 +84,7 @@ class GatedRequest:
     def outcome(self) -> GateOutcome:
         """What the probes say together."""
         gate = self.gate
-        if self.route is not None:
+        if self.routes:
             logprobs = log_softmax([self._scores[index] for index in gate.outputs])
             mass = 1.0
         else:

@@ -21,7 +21,7 @@ from lockstep.config import (
 )
 from lockstep.engine.branches import Branches, check_reading
 from lockstep.engine.gates import GatedRequest, check_gate, ids_of
-from lockstep.engine.routes import Route, plan_route
+from lockstep.engine.routes import Route, plan_routes
 from lockstep.engine.scheduler import Scheduler, check_result
 from lockstep.runner.groups import own_groups
 from lockstep.runner.plan import Executor, Launched, Launcher, Plan, StepResult
@@ -156,19 +156,19 @@ class Engine:
         if request.branch:
             branch = self._branches.find(request.branch, request.branch_key, "branch")
             check_reading(request)
-            self._check_route(self._route(branch, request.branch_from), len(request.prompt))
+            routes = self._routes(branch, request.branch_from)
+            self._check_route(routes[0], len(request.prompt))
         scheduler.add(request, self._max_len(request), self._compiled(request), branch)
 
-    def _route(self, branch: Branch, begins: int, *, full: bool = False) -> Route:
+    def _routes(self, branch: Branch, begins: int, *, gate: bool = False) -> tuple[Route, ...]:
         scheduler = self._scheduler
-        return plan_route(
-            branch, begins, self._cache, scheduler.layers, scheduler.branches, full=full
+        return plan_routes(
+            branch, begins, self._cache, scheduler.layers, scheduler.branches, gate=gate
         )
 
     def _check_route(self, route: Route, length: int) -> None:
         """Refuse a decision that the pool cannot hold."""
-        wants = (*route.wants, *route.lagging)
-        if not self._cache.fits_alone(length, wants, route.begins):
+        if not self._cache.fits_alone(length, route.need.writes, route.begins):
             raise RequestError(
                 f"a decision over {length} tokens needs more pages than the cache holds",
                 field="prompt",
@@ -192,8 +192,8 @@ class Engine:
                 field="prompt",
                 code="context_length_exceeded",
             )
-        route = None if branch is None else self._route(branch, length, full=True)
-        wants = None if route is None else (*route.wants, *route.lagging)
+        routes = () if branch is None else self._routes(branch, length, gate=True)
+        wants = routes[0].need.writes if routes else None
         if not self._cache.fits_alone(length + longest, wants, length - 1):
             raise RequestError(
                 f"the gate's {length + longest} tokens need more pages than the cache holds",
@@ -203,7 +203,7 @@ class Engine:
         max_lens = [
             0 if header is None else self._max_len(request, len(header)) for header in gate.headers
         ]
-        return GatedRequest(request, gate, max_lens, self._compiled(request), route)
+        return GatedRequest(request, gate, max_lens, self._compiled(request), routes)
 
     def _compiled(self, request: Request) -> CompiledGrammar | None:
         grammar = request.sampling.grammar

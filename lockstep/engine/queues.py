@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lockstep.branch import Branch
-from lockstep.cache import Identity, PrefixCache
+from lockstep.cache import Identity, Need, PrefixCache
 from lockstep.config import BranchOptions
 from lockstep.engine.gates import GatedRequest
-from lockstep.engine.routes import plan_route
+from lockstep.engine.routes import plan_routes
 from lockstep.engine.sequence import Sequence, State
 from lockstep.types import EngineStats, FinishReason, Request, SequenceOutput
 
@@ -51,6 +51,7 @@ class Queues:
     ) -> None:
         self.cache = cache
         self.layers = layers
+        self.whole = Need(cache.wants(layers), fresh=layers[1] - layers[0])
         self.model = model
         self.branches = branches
         self.running: list[Sequence] = []  # by rank
@@ -78,11 +79,10 @@ class Queues:
         """
         scope = "" if self.cache.keep else request.id
         identity = Identity(self.model, request.salt, scope=scope)
-        wants, route = self.cache.wants(self.layers), None
+        routes = () if gate is None else gate.routes
         if branch is not None:
-            route = plan_route(branch, request.branch_from, self.cache, self.layers, self.branches)
-        if gate is not None:
-            route = gate.route
+            begins = request.branch_from
+            routes = plan_routes(branch, begins, self.cache, self.layers, self.branches)
         first = request if gate is None else gate.judge
         sequences = []
         for choice in range(request.sampling.n):
@@ -92,10 +92,9 @@ class Queues:
                 choice,
                 identity=identity,
                 layers=self.layers,
-                wants=wants if route is None else route.wants,
                 max_len=max_len,
                 grammar=None if grammar is None else grammar.start(request.stop_ids),
-                route=route,
+                routes=routes,
             )
             if gate is not None:
                 sequence.gate, sequence.held, sequence.shared = gate, choice > 0, gate.shared
@@ -113,7 +112,7 @@ class Queues:
     def branch_keys(self) -> set[str]:
         """Keys of the branches that live requests use."""
         live = (sequence for choices in self.requests.values() for sequence in choices)
-        return {sequence.route.key for sequence in live if sequence.route is not None}
+        return {route.key for sequence in live for route in sequence.routes}
 
     def stats(self) -> EngineStats:
         """Counters since the start and gauges of this moment; sequences, not requests."""
@@ -156,7 +155,7 @@ class Queues:
 
     def _to_waiting(self, sequence: Sequence) -> None:
         sequence.lease = None
-        sequence.computed = 0
+        sequence.computed = sequence.kept_until = 0
         self._stalled = False
         if self._alone is sequence:
             self._alone = None
@@ -194,7 +193,7 @@ class Queues:
     def _let_tails_go(self) -> None:
         """A tail goes with the last decision that could use it, unless it is to be kept."""
         if self.cache.has_idle_tails and not any(
-            s.route is not None and s.route.tails and not s.held for s in self.waiting
+            not s.held and any(route.tails for route in s.routes) for s in self.waiting
         ):
             self.cache.drop_tails()
 

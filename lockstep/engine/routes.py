@@ -1,20 +1,23 @@
-"""How the rows of a branch's decision pass through the layers.
+"""How rows pass through the layers: those of a branch's decision, and those that go on from a stop.
 
 The adapters of a branch act on rows in its layers [fork, exit) alone. Of a `suffix` branch
 these are the rows behind the context, which read the trunk's own keys and values. Of a
-`context` branch they are all rows: a context's rows then take part twice, as the trunk's in
-all layers and as the branch's in [fork, exit), where they have keys and values of their own,
-the tail. What enters the fork is the same for both, and may be kept.
+`context` branch they are all rows: a context's rows then take part twice, as the trunk's and,
+from the fork on, as the branch's, where they have keys and values of their own, the tail.
+
+Of the trunk a decision reads nothing above the branch's stop. There a context's rows may be
+kept; whoever needs the layers above computes them from these rows, when it is known that
+somebody does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lockstep.branch import Branch
-from lockstep.cache import PrefixCache, Want
+from lockstep.cache import Lease, Need, PrefixCache, Want
 from lockstep.cache.tree import LEFT_AT
 from lockstep.config import BranchOptions
 from lockstep.runner.plan import TokenRun
@@ -25,20 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One decision's way.
+    """One way of a decision.
 
     Attributes:
         key: of the branch. fork, exit: its layers.
         begins: position of the suffix's first row.
         trunk: layers of a context's rows as the trunk's own; None where they are the branch's.
         twin: a context's rows take part a second time, as the branch's.
+        need: what of the cache its rows read and write.
         below: groups of the trunk that the branch's rows use.
-        tails: groups that are its own. activations: the group of what enters its fork, where
-            it is kept.
-        wants: groups in which it needs pages.
-        lagging: groups whose pages it can make from the activations that are among `wants`.
-        early: a way that goes no further than the exit, for a context of which the trunk has
-            most already.
+        tails: groups that are its own.
     """
 
     key: str
@@ -47,55 +46,115 @@ class Route:
     begins: int
     trunk: tuple[int, int] | None
     twin: bool
-    below: frozenset[int]
-    tails: tuple[Want, ...]
-    activations: tuple[Want, ...]
-    wants: tuple[Want, ...]
-    lagging: tuple[Want, ...] = ()
-    early: Route | None = None
+    need: Need
+    below: tuple[Want, ...]
+    tails: tuple[Want, ...] = ()
+
+    @property
+    def doubles(self) -> bool:
+        """Whether a context's rows are two in some layer."""
+        return self.twin and self.trunk is not None and self.trunk[1] > self.fork
 
 
-def plan_route(
+def plan_routes(
     branch: Branch,
     begins: int,
     cache: PrefixCache,
     layers: tuple[int, int],
     options: BranchOptions,
     *,
-    full: bool = False,
-) -> Route:
-    """The way of a decision.
+    gate: bool = False,
+) -> tuple[Route, ...]:
+    """The ways of a decision. One behind the first is for a prefix of which it finds more.
 
     Args:
         begins: see `Route`. layers: the trunk's.
-        full: the context's rows go through all layers, whatever the options say: somebody
-            goes on from them.
+        gate: it may be that somebody goes on from the context's rows, and that nobody does.
     """
-    context = branch.adapt == "context"
-    early = None
-    full = full or options.depth == "full"
-    if context and full and not options.keep_activations:
-        early = plan_route(branch, begins, cache, layers, BranchOptions(depth="exit"))
-    leaves = branch.fork if context else branch.exit  # the trunk, at the earliest
-    reach = layers if full else (layers[0], leaves)
-    below = frozenset(want.group for want in cache.wants((layers[0], leaves)))
-    wants = cache.wants(reach, "" if full else f"{LEFT_AT}{leaves}")
-    tails = cache.tails(branch.fork, branch.exit, branch.key) if context else ()
-    kept = cache.activations(branch.fork) if context and options.keep_activations else ()
-    return Route(
-        branch.key,
-        branch.fork,
-        branch.exit,
-        begins,
-        None if context and not full else reach,
-        context and full,
-        below,
-        tails,
-        kept,
-        (*wants, *(kept or tails)),
-        tails if kept else (),
-        early,
+    rows = cache.rows(branch.stop)
+    stops = branch.adapt == "context" if branch.stop == layers[0] else rows is not None
+    if gate and stops:
+        return (_deferring(branch, begins, cache, layers, rows),)
+    if gate or options.depth == "full":
+        through = _through(branch, begins, cache, layers, options)
+        return (through, _deferring(branch, begins, cache, layers, rows)) if stops else (through,)
+    return (_leaving(branch, begins, cache, layers, rows),)
+
+
+def _deferring(
+    branch: Branch, begins: int, cache: PrefixCache, layers: tuple[int, int], rows: Want | None
+) -> Route:
+    """The trunk's rows stop where the branch reads nothing above, and are kept there."""
+    below = cache.wants((layers[0], branch.stop))
+    above = cache.wants((branch.stop, layers[1]))
+    tails = _tails(branch, cache)
+    twin = bool(tails) and rows is not None
+    need = Need(
+        below if twin else (*below, *tails),
+        tails if twin else (),
+        above,
+        rows,
+        branch.stop,
+        keeps=rows is not None,
+        fresh=branch.exit,
+        made=branch.exit - branch.fork if twin else 0,
     )
+    trunk = None if rows is None else (layers[0], branch.stop)
+    return Route(branch.key, branch.fork, branch.exit, begins, trunk, twin, need, below, tails)
+
+
+def _through(
+    branch: Branch,
+    begins: int,
+    cache: PrefixCache,
+    layers: tuple[int, int],
+    options: BranchOptions,
+) -> Route:
+    """The trunk's rows go through all layers: a later answer goes on from there."""
+    tails = _tails(branch, cache)
+    rows = cache.rows(branch.stop) if tails and options.keep_activations else None
+    all_, own = cache.wants(layers), branch.exit - branch.fork
+    need = Need(
+        all_ if rows is not None else (*all_, *tails),
+        tails if rows is not None else (),
+        (),
+        rows,
+        branch.stop,
+        keeps=rows is not None,
+        fresh=layers[1] - layers[0] + (own if tails else 0),
+        made=own,
+    )
+    below = cache.wants((layers[0], branch.stop))
+    return Route(
+        branch.key, branch.fork, branch.exit, begins, layers, bool(tails), need, below, tails
+    )
+
+
+def _leaving(
+    branch: Branch, begins: int, cache: PrefixCache, layers: tuple[int, int], rows: Want | None
+) -> Route:
+    """No row goes further than the exit, and nobody is to go on from there."""
+    through = cache.cuts_through(branch.stop)
+    below = cache.wants((layers[0], branch.stop), f"{LEFT_AT}{branch.stop}" if through else "")
+    tails = _tails(branch, cache)
+    makes = bool(tails) and rows is not None
+    need = Need(
+        below if makes else (*below, *tails),
+        tails if makes else (),
+        (),
+        rows if makes else None,
+        branch.stop,
+        fresh=branch.exit,
+        made=branch.exit - branch.fork,
+    )
+    trunk = None if tails else (layers[0], branch.exit)
+    return Route(branch.key, branch.fork, branch.exit, begins, trunk, False, need, below, tails)
+
+
+def _tails(branch: Branch, cache: PrefixCache) -> tuple[Want, ...]:
+    if branch.adapt != "context":
+        return ()
+    return cache.tails(branch.fork, branch.exit, branch.key)
 
 
 def runs_of(sequence: Sequence, route: Route, start: int, end: int, index: int) -> list[TokenRun]:
@@ -105,34 +164,49 @@ def runs_of(sequence: Sequence, route: Route, start: int, end: int, index: int) 
         index: of the first of these runs in the plan.
     """
     runs: list[TokenRun] = []
-    own = {want.group for want in route.tails}
-    kept = {want.group for want in route.activations}
+    need, own = route.need, (route.fork, route.exit)
     made = min(end, max(start, sequence.kept_until))
     context = min(end, max(made, route.begins)) if route.trunk is not None else made
     if start < made:
-        run = _run(sequence, start, made, (route.fork, route.exit), own | kept)
-        runs.append(replace(run, branch=route.key, kept=True))
+        run = from_rows(sequence, start, made, route.exit)
+        runs.append(replace(run, branch=route.key))
     if made < context:
         assert route.trunk is not None
-        groups = {want.group for want in route.wants}.difference(own)
+        keeps = made < sequence.keeps_until(made)
+        groups = set(need.writes).difference(route.tails)
+        if need.rows is not None and not keeps:
+            groups.discard(need.rows)
         run = _run(sequence, made, context, route.trunk, groups)
-        runs.append(replace(run, keeps=sequence.keeps))
+        runs.append(replace(run, keeps=keeps))
         if route.twin:
             source = index + len(runs) - 1 if route.fork else None
-            run = _run(sequence, made, context, (route.fork, route.exit), own)
+            run = _run(sequence, made, context, own, route.tails)
             runs.append(replace(run, branch=route.key, source=source))
     if context < end:
         last = end == len(sequence.tokens)
-        run = _run(sequence, context, end, (0, route.exit), route.below | own)
+        run = _run(sequence, context, end, (0, route.exit), (*route.below, *route.tails))
         runs.append(replace(run, branch=route.key, logits=int(last), scores=last))
     return runs
 
 
+def from_rows(sequence: Sequence, start: int, end: int, last: int) -> TokenRun:
+    """Positions [start, end) from the rows that were kept at a stop, up to layer `last`."""
+    need = sequence.need
+    assert need.rows is not None
+    groups = (*need.lagging, need.rows)
+    return replace(_run(sequence, start, end, (need.stop, last), groups), kept=True)
+
+
 def _run(
-    sequence: Sequence, start: int, end: int, layers: tuple[int, int], groups: Collection[int]
+    sequence: Sequence, start: int, end: int, layers: tuple[int, int], groups: Iterable[Want]
 ) -> TokenRun:
     """Rows of a sequence with the page tables of these groups."""
     assert sequence.lease is not None
-    tables = sequence.lease.tables
-    pages = tuple(table if group in groups else () for group, table in enumerate(tables))
+    pages = tables_of(sequence.lease, groups)
     return TokenRun(sequence.number, start, sequence.tokens[start:end], pages, layers)
+
+
+def tables_of(lease: Lease, groups: Iterable[Want]) -> tuple[list[int], ...]:
+    """The lease's page tables of these groups, and empty ones."""
+    indices = {want.group for want in groups}
+    return tuple(table if group in indices else [] for group, table in enumerate(lease.tables))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from lockstep.cache import PrefixCache, StepJournal
+from lockstep.cache import Need, PrefixCache, StepJournal
 from lockstep.config import BranchOptions, SchedulerConfig
 from lockstep.engine.filling import Draft, Filling
 from lockstep.engine.sequence import EVERYTHING, Sequence, State
@@ -45,6 +45,11 @@ def check_result(plan: Plan, result: StepResult) -> None:
                 f"step {plan.step}, sequence {run.sequence}: "
                 "a token, a logprob, a pooled row or a score is missing"
             )
+
+
+def _is_last(run: TokenRun, sequence: Sequence) -> bool:
+    """Whether the run has what its sequence ends with."""
+    return run.scores or (not run.branch and run.start + len(run.tokens) == len(sequence.tokens))
 
 
 class Scheduler(Filling):
@@ -198,7 +203,8 @@ class Scheduler(Filling):
                 computed += rows
             if drawn.error:
                 assert sequence.lease is not None
-                self.cache.forget(sequence.lease)
+                if not drawn.scores:  # else the rows are sound, and only the head is at fault
+                    self.cache.forget(sequence.lease)
                 outputs.extend(self._fail(sequence, drawn.error))
                 continue
             sequence.prompt_logprobs.extend(drawn.prompt_logprobs)
@@ -213,7 +219,7 @@ class Scheduler(Filling):
             elif run.sample is not None:
                 assert drawn.token is not None  # `check_result`
                 outputs.append(self._take_token(sequence, drawn.token, drawn.logprob))
-            elif sequence.remaining == 0 and (sequence.route is None or run.scores):
+            elif sequence.remaining == 0 and _is_last(run, sequence):
                 self._counts["finished"] += 1
                 output = self._end(sequence, FinishReason.LENGTH)
                 told = self._prompt_logprobs(sequence)
@@ -282,8 +288,7 @@ class Scheduler(Filling):
                 self._counts["prompt_tokens"] += len(request.prompt) - gate.prompt_len
                 self._turn(sequence, request, max_len, grammar)
             else:
-                wants = self.cache.wants(self.layers)
-                sequence.become(request, wants, max_len, grammar)
+                sequence.become(request, max_len, grammar)
             sequence.shared = EVERYTHING
             outputs.append(
                 SequenceOutput(
@@ -306,20 +311,34 @@ class Scheduler(Filling):
     ) -> None:
         """Go on with another prompt, from where the two part. Those that a gate reads begin
         alike, and what is behind that is no one else's."""
-        lease, before, same = sequence.lease, sequence.tokens, sequence.computed
+        lease, before, shared = sequence.lease, sequence.tokens, sequence.shared
         assert lease is not None
-        route, shared = sequence.route, sequence.shared
-        if route is not None:
-            same = 0 if route.trunk is None else min(same, shared)
-        wants = self.cache.wants(self.layers)
-        sequence.become(request, wants, max_len, grammar)
+        same = sequence.computed if sequence.route is None else min(sequence.computed, shared)
+        before_need = sequence.need
+        sequence.become(request, max_len, grammar)
         alike = shared + common_prefix(before[shared:], sequence.tokens[shared:])
         same = min(same, alike, sequence.needed_from)
         if same < max(shared, 1):  # rows of what is shared are to be reported, or not there
             self.cache.close(lease, before, shared)
             self._to_waiting(sequence)
             return
-        sequence.computed, sequence.kept_until = same, 0
+        self._go_on(sequence, before_need, same)
+
+    def _go_on(self, sequence: Sequence, before: Need, same: int) -> None:
+        """The first `same` positions are computed as far as `before` says: compute what is
+        missing of them above the stop, from the rows that were kept there."""
+        lease = sequence.lease
+        assert lease is not None
+        sequence.computed, sequence.kept_until, sequence.need = same, 0, self.whole
+        wants = self.whole.wants
+        if before.held:
+            sequence.computed = min(same, self.cache.go_on(lease, same))
+            if before.rows is not None and sequence.computed < same:
+                sequence.need, sequence.kept_until = (
+                    self.cache.resuming(before.stop, self.layers),
+                    same,
+                )
+                wants = sequence.need.all
         self.cache.narrow(lease, wants, len(sequence.tokens))
 
     def _end_stuck(self, sequence: Sequence) -> list[SequenceOutput]:

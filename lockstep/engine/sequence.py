@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from lockstep.cache import Identity, Lease, Want
+from lockstep.cache import Identity, Lease, Need
 from lockstep.runner.plan import SampleSpec
 from lockstep.types import FinishReason, Request, TokenLogprob
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 EVERYTHING = 1 << 62
 """More tokens than any sequence has."""
+NOTHING = Need(())
 
 
 class State(Enum):
@@ -36,8 +37,7 @@ class Sequence:
 
     Attributes:
         number: unique for the engine's life. choice: index in [0, n).
-        layers: half-open range of layers that its rows pass through; wants: the cache
-            groups that these need.
+        layers: half-open range of the trunk's layers.
         rank: (priority, number): the smaller, the more important.
         tokens: prompt and output ids so far. prompt_len: how many are prompt.
         computed: positions below it have keys and values, or get them in the plan
@@ -53,10 +53,12 @@ class Sequence:
         waits_for, waits_until: a running sequence that computes this one's prefix,
             and the position up to which it does.
         planned: the last step that this sequence was part of.
-        route: its rows' way, where a branch reads them; None in the trunk.
+        routes: the ways that its rows may take where a branch reads them; none in the trunk.
+        route: of these the one that it has taken. need: what it reads and writes of the cache.
         shared: positions below it are computed as anybody would; the tree gets no others, and
             what a query at it reads is not let go.
-        kept_until: positions below it are made from activations, from `computed` on.
+        kept_until: positions below it, from `computed` on, lack layers that are made from rows
+            kept at a stop.
         gate: of a request that has yet to decide: what it reads, and what follows. The one
             sequence that is not `held` reads it, for all choices.
         grammar: what the output must look like and how far it has come, if it must at all.
@@ -76,6 +78,7 @@ class Sequence:
         "layers",
         "lease",
         "max_len",
+        "need",
         "number",
         "planned",
         "pooled",
@@ -85,13 +88,13 @@ class Sequence:
         "rank",
         "request",
         "route",
+        "routes",
         "shared",
         "started",
         "state",
         "tokens",
         "waits_for",
         "waits_until",
-        "wants",
     )
 
     def __init__(
@@ -102,10 +105,9 @@ class Sequence:
         *,
         identity: Identity,
         layers: tuple[int, int],
-        wants: tuple[Want, ...],
         max_len: int,
         grammar: GrammarState | None = None,
-        route: Route | None = None,
+        routes: tuple[Route, ...] = (),
     ) -> None:
         self.number = number
         self.choice = choice
@@ -116,10 +118,10 @@ class Sequence:
         self.attained = 0
         self.cached_tokens = -1
         self.kept_until = 0
-        self.shared = EVERYTHING if route is None else route.begins
+        self.shared = routes[0].begins if routes else EVERYTHING
         self.gate: GatedRequest | None = None
         self.held = False
-        self.become(request, wants, max_len, grammar, route)
+        self.become(request, max_len, grammar, routes)
         self.state = State.WAITING
         self.lease: Lease | None = None
         self.waits_for: Sequence | None = None
@@ -130,15 +132,15 @@ class Sequence:
     def become(
         self,
         request: Request,
-        wants: tuple[Want, ...],
         max_len: int,
         grammar: GrammarState | None = None,
-        route: Route | None = None,
+        routes: tuple[Route, ...] = (),
     ) -> None:
         """Take on another prompt, of which nothing is computed that `computed` does not say."""
         self.request = request
-        self.wants = wants
-        self.route = route
+        self.routes = routes
+        self.route = routes[0] if routes else None
+        self.need = NOTHING if self.route is None else self.route.need
         self.tokens = list(request.prompt)
         self.prompt_len = len(request.prompt)
         self.max_len = max_len
@@ -164,12 +166,12 @@ class Sequence:
             return False
         return self.choice == 0 or self.gate is not None
 
-    @property
-    def keeps(self) -> bool:
-        """Whether the rows that enter its branch's fork go to pages of their own."""
-        assert self.route is not None
-        assert self.lease is not None
-        return any((kept.group, kept.own) in self.lease.keys for kept in self.route.activations)
+    def keeps_until(self, start: int) -> int:
+        """Rows from `start` on go to pages of their own at the stop, up to there: those of the
+        context, unless nobody else has a use for the first of them."""
+        if self.route is None or not self.need.keeps or start >= self.shared:
+            return start
+        return self.route.begins
 
     @property
     def reusable_limit(self) -> int:

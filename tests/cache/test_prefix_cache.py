@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lockstep.cache import Identity, Lease, PrefixCache, StepJournal, Want
+from lockstep.cache import Identity, Lease, Need, PrefixCache, StepJournal, Want
 from lockstep.cache.groups import (
     KINDS,
     Activations,
@@ -58,9 +58,9 @@ def compute(
     """Run a sequence to the end of `tokens`; its lease and how much was a hit."""
     wants = every(cache) if wants is None else wants
     journal = StepJournal()
-    match = cache.match(identity, tokens, len(tokens) - 1, wants)
-    lease, position, _ = cache.open(match, journal)
-    hit = position
+    match = cache.match(identity, tokens, len(tokens) - 1, Need(wants))
+    lease, _ = cache.open(match, journal)
+    hit = position = match.length
     while position < len(tokens):
         end = min(position + chunk, len(tokens))
         cache.trim(lease, position)
@@ -158,11 +158,11 @@ def test_a_branch_tail_adds_its_own_identity_and_shares_the_trunk() -> None:
 def test_activations_are_kept_for_those_who_ask() -> None:
     cache = make(full(0), Activations(1, layers("activations", 1), SIZE))
     tokens = list(range(18))
-    wants = (*every(cache), *cache.activations(1))
+    wants = (*every(cache), Want(1))
     assert every(cache) == (Want(0),)
     assert use(cache, tokens) == 0
     assert use(cache, tokens, wants=wants) == 0
-    assert use(cache, tokens, wants=wants) == 16  # whole pages
+    assert use(cache, tokens, wants=wants) == 17
     assert use(cache, tokens, wants=(Want(0),)) == 17
 
 
@@ -172,8 +172,8 @@ def test_a_lookup_is_for_a_layer_range() -> None:
     assert cache.wants((0, 2)) == (Want(0), Want(1))
     tokens = list(range(30))
     use(cache, tokens, wants=cache.wants((0, 1)))
-    assert cache.match(HERE, tokens, 29, cache.wants((0, 1))).length == 29
-    assert cache.match(HERE, tokens, 29, cache.wants((0, 2))).length == 0
+    assert cache.match(HERE, tokens, 29, Need(cache.wants((0, 1)))).length == 29
+    assert cache.match(HERE, tokens, 29, Need(cache.wants((0, 2)))).length == 0
 
 
 def test_an_inner_node_may_lose_its_window_and_keep_full_attention() -> None:
@@ -181,14 +181,14 @@ def test_an_inner_node_may_lose_its_window_and_keep_full_attention() -> None:
     tokens = list(range(32))
     use(cache, tokens)
     wants = every(cache)
-    path = cache.match(HERE, tokens, 31, wants).nodes
+    path = cache.match(HERE, tokens, 31, Need(wants)).nodes
     cache._disown(path[3], (1, ""))
     cache.check_integrity([])
-    assert cache.match(HERE, tokens, 31, wants[:1]).length == 31
-    assert cache.match(HERE, tokens, 31, wants).length == 31  # its window lies behind
+    assert cache.match(HERE, tokens, 31, Need(wants[:1])).length == 31
+    assert cache.match(HERE, tokens, 31, Need(wants)).length == 31  # its window lies behind
     # Within reach of the hole (positions 12 to 15) the window is incomplete.
     for limit, usable in ((22, 22), (21, 21), (20, 12), (16, 12), (13, 12), (12, 12)):
-        assert cache.match(HERE, tokens, limit, wants).length == usable
+        assert cache.match(HERE, tokens, limit, Need(wants)).length == usable
 
 
 def test_eviction_takes_the_leaf_of_the_oldest_first() -> None:
@@ -199,8 +199,8 @@ def test_eviction_takes_the_leaf_of_the_oldest_first() -> None:
     lease, hit = compute(cache, list(range(200, 212)))  # 3 pages: 2 are free, 1 is taken
     assert hit == 0
     assert cache.stats.evictions == 1
-    assert cache.match(HERE, old, 16, every(cache)).length == 12
-    assert cache.match(HERE, new, 16, every(cache)).length == 16
+    assert cache.match(HERE, old, 16, Need(every(cache))).length == 12
+    assert cache.match(HERE, new, 16, Need(every(cache))).length == 16
     cache.close(lease)
     cache.check_integrity([])
 
@@ -212,17 +212,17 @@ def test_a_hit_makes_a_prefix_recent() -> None:
     use(cache, new)
     use(cache, [*old, 1])
     use(cache, list(range(200, 208)))
-    assert cache.match(HERE, old, 16, every(cache)).length == 16
-    assert cache.match(HERE, new, 16, every(cache)).length < 16
+    assert cache.match(HERE, old, 16, Need(every(cache))).length == 16
+    assert cache.match(HERE, new, 16, Need(every(cache))).length < 16
 
 
 def test_a_page_matched_in_part_is_copied_and_the_source_stays() -> None:
     cache = make(full(), sliding(1, 6))
     use(cache, list(range(10)))
     journal = StepJournal()
-    match = cache.match(HERE, [*range(9), 77, 78], 10, every(cache))
-    lease, length, copies = cache.open(match, journal)
-    assert length == 9
+    match = cache.match(HERE, [*range(9), 77, 78], 10, Need(every(cache)))
+    lease, copies = cache.open(match, journal)
+    assert match.length == 9
     assert [copy.group for copy in copies] == [0, 1]
     for copy in copies:
         assert lease.tables[copy.group][2] == copy.target != copy.source
@@ -238,10 +238,10 @@ def test_without_a_page_for_the_copy_the_match_falls_back_to_whole_pages() -> No
     cache = make(full(), slabs=3)
     use(cache, list(range(10)))
     journal = StepJournal()
-    match = cache.match(HERE, [*range(9), 77], 9, every(cache))
+    match = cache.match(HERE, [*range(9), 77], 9, Need(every(cache)))
     assert match.length == 9
-    lease, length, copies = cache.open(match, journal)
-    assert (length, copies, lease.published) == (8, [], 2)
+    lease, copies = cache.open(match, journal)
+    assert (match.length, copies, lease.published) == (8, [], 2)
     cache.check_integrity([lease], journal)
 
 
@@ -250,13 +250,13 @@ def test_a_page_still_being_filled_is_shared_whole_but_not_copied() -> None:
     journal = StepJournal()
     wants = every(cache)
     tokens = list(range(12))
-    lease, _, _ = cache.open(cache.match(HERE, tokens, 11, wants), journal)
+    lease, _ = cache.open(cache.match(HERE, tokens, 11, Need(wants)), journal)
     assert cache.grow(lease, 0, 12)
     cache.publish(lease, tokens, 12, journal)
-    match = cache.match(HERE, [*range(10), 77], 10, wants)
+    match = cache.match(HERE, [*range(10), 77], 10, Need(wants))
     assert (match.length, match.soon) == (8, 10)
     cache.commit(journal)
-    match = cache.match(HERE, [*range(10), 77], 10, wants)
+    match = cache.match(HERE, [*range(10), 77], 10, Need(wants))
     assert (match.length, match.soon) == (10, 10)
     cache.close(lease)
 
@@ -267,10 +267,10 @@ def test_of_equal_prefixes_the_one_that_can_be_copied_now_is_taken() -> None:
     use(cache, [1, 2, 9, 9])
     journal = StepJournal()
     tokens = [1, 2, 3, 3]
-    lease, _, _ = cache.open(cache.match(HERE, tokens, 0, wants), journal)
+    lease, _ = cache.open(cache.match(HERE, tokens, 0, Need(wants)), journal)
     assert cache.grow(lease, 0, 4)
     cache.publish(lease, tokens, 4, journal)
-    assert cache.match(HERE, [1, 2, 3, 0], 2, wants).length == 2
+    assert cache.match(HERE, [1, 2, 3, 0], 2, Need(wants)).length == 2
     cache.rollback(journal)
     cache.close(lease)
     cache.check_integrity([])
@@ -281,13 +281,13 @@ def test_a_failed_step_takes_back_what_it_registered() -> None:
     use(cache, list(range(8)))
     journal = StepJournal()
     tokens = list(range(20))
-    lease, _, _ = cache.open(cache.match(HERE, tokens, 19, every(cache)), journal)
+    lease, _ = cache.open(cache.match(HERE, tokens, 19, Need(every(cache))), journal)
     assert cache.grow(lease, 8, 20)
     cache.publish(lease, tokens, 20, journal)
     cache.rollback(journal)
     cache.close(lease)
     cache.check_integrity([])
-    assert cache.match(HERE, tokens, 20, every(cache)).length == 8
+    assert cache.match(HERE, tokens, 20, Need(every(cache))).length == 8
     assert cache.pages_used == 0
 
 
@@ -297,7 +297,7 @@ def test_two_that_computed_the_same_page_end_with_one() -> None:
     journal = StepJournal()
     pair = []
     for _ in range(2):
-        lease, _, _ = cache.open(cache.match(HERE, tokens, 0, every(cache)), journal)
+        lease, _ = cache.open(cache.match(HERE, tokens, 0, Need(every(cache))), journal)
         assert cache.grow(lease, 0, 8)
         cache.publish(lease, tokens, 8, journal)
         pair.append(lease)
@@ -326,7 +326,7 @@ def test_without_keeping_nothing_outlives_its_last_user() -> None:
 def test_a_pool_that_cannot_hold_it_is_left_as_it_was() -> None:
     cache = make(full(), slabs=4)
     use(cache, list(range(8)))
-    lease, _, _ = cache.open(cache.match(Identity("x"), [1], 0, every(cache)), StepJournal())
+    lease, _ = cache.open(cache.match(Identity("x"), [1], 0, Need(every(cache))), StepJournal())
     assert not cache.grow(lease, 0, 17)
     assert cache.pages_cached == 2  # nothing was evicted in vain
     assert cache.grow(lease, 0, 16)

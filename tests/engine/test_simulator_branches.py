@@ -263,7 +263,6 @@ def drive(shape: int, option: int, seed: int) -> Counter[str]:
         options = BranchOptions(load=load, **OPTIONS[option])  # type: ignore[arg-type]
         executor = BranchExecutor(
             folders=[at for _, at in load],
-            keep_activations=options.keep_activations,
             groups=groups,
             num_layers=LAYERS,
             vocab_size=3,

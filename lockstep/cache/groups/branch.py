@@ -1,13 +1,10 @@
-"""What branches keep beside the trunk: their own keys and values, and the rows at their fork."""
+"""What branches keep beside the trunk: their own keys and values, and the rows at stops."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from lockstep.cache.groups.base import CacheGroup
 from lockstep.cache.groups.full import FullAttention
 from lockstep.cache.groups.sliding import SlidingWindow
-from lockstep.cache.tree import Key, Node
 from lockstep.types import LayerGroup
 
 
@@ -21,10 +18,8 @@ def branch_tail(index: int, layers: LayerGroup, page_tokens: int) -> CacheGroup:
 
 
 class Activations(FullAttention):
-    """Hidden rows of all earlier positions that enter a fork; of use by the whole page."""
+    """Hidden rows that enter the layer at a stop. Each is read to compute its own position's
+    upper layers, and by nobody behind it."""
 
-    partial = False
-
-    def reusable(self, nodes: Sequence[Node], length: int, key: Key) -> int:
-        usable = super().reusable(nodes, length, key)
-        return usable - usable % self.page_tokens
+    def first_needed(self, position: int) -> int:
+        return position // self.page_tokens
