@@ -30,6 +30,7 @@ MAX_OUTPUTS = 1024
 MAX_NUMBER = 1e30  # of a scale or a temperature
 MAX_DESCRIPTION = 1 << 20  # bytes of branch.json
 TRUNK_SOURCES = ("labels", "prefix")  # where decisions come from that are no branch's
+_LOADED = "weight_bytes"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 Adapt = Literal["suffix", "context"]
@@ -77,6 +78,8 @@ class Branch:
         calibration: figures of the file on which thresholds and temperature were chosen.
         training: seed, data hash, versions: what it takes to train it again.
         tensors: SHA-256 of the tensor file; set by `write`.
+        weight_bytes: of a loaded branch, what it holds of the device's memory beside the
+            trunk; not part of the description on disk.
     """
 
     base: str
@@ -96,6 +99,7 @@ class Branch:
     calibration: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     tensors: str = ""
+    weight_bytes: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("fork", "exit", "rank"):
@@ -185,7 +189,7 @@ def read_branch(folder: str | Path) -> Branch:
         raise BranchError(f"{path}: not JSON: {error}") from None
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
         raise BranchError(f"{path}: format must be {FORMAT}")
-    known = {entry.name for entry in fields(Branch)}
+    known = {entry.name for entry in fields(Branch)} - {_LOADED}
     for name in found:
         if name not in known:
             raise BranchError(f"{path}: unknown key {name!r}")
@@ -209,5 +213,6 @@ def read_branch(folder: str | Path) -> Branch:
 
 def write_branch(branch: Branch, folder: str | Path) -> None:
     """Write the description; the folder must exist."""
-    text = json.dumps({"format": FORMAT, **asdict(branch)}, indent=2, ensure_ascii=False)
+    described = {name: value for name, value in asdict(branch).items() if name != _LOADED}
+    text = json.dumps({"format": FORMAT, **described}, indent=2, ensure_ascii=False)
     (Path(folder) / DESCRIPTION).write_text(text + "\n", encoding="utf-8")

@@ -502,6 +502,7 @@ class EngineInfo:
         load_seconds: from the start of loading to ready.
         hidden_size: numbers of a token's hidden state; 0 where there is no model.
         weights_hash: of the trunk's weights: what a branch's `base` must equal.
+        weight_bytes: of the trunk's weights; a loaded branch has its own (`Branch`).
     """
 
     model: str

@@ -337,6 +337,10 @@ def _keys(variable: str) -> tuple[str, ...]:
     return tuple(key for part in os.environ.pop(variable, "").split(",") if (key := part.strip()))
 
 
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
+
+
 async def _serve(llm: AsyncLLM, config: ServerConfig) -> bool:
     """Until a signal; true if a second one did not let it finish."""
     from rich.console import Console
@@ -364,7 +368,12 @@ async def _serve(llm: AsyncLLM, config: ServerConfig) -> bool:
             where = base_url(listener, config)
             facts = (
                 f"{info.dtype} on {info.device}, context {info.max_context}, "
-                f"cache {info.pool_tokens} tokens, ready in {info.load_seconds:.1f} s"
+                f"cache {info.pool_tokens} tokens, weights {_mib(info.weight_bytes)}"
+                + "".join(
+                    f", branch {branch} {_mib(own.weight_bytes)}"
+                    for branch, own in llm.branches.items()
+                )
+                + f", ready in {info.load_seconds:.1f} s"
             )
             if config.log_format == "console":
                 notes.print(f"serving [bold]{name}[/bold] at [bold]{where}/v1[/bold] ({facts})")

@@ -103,6 +103,11 @@ class BranchHead(Module):
         self.weight = self.backend.pack(tensors["head.weight"].float())
         self.bias = tensors["head.bias"].float().to(self.backend.device)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it holds."""
+        return self.norm.weight, self.weight.data, self.bias
+
     def forward(self, hidden: Tensor) -> Tensor:
         normed = self.norm(hidden.to(torch.float32))
         return self.backend.logits(normed, self.weight) + self.bias

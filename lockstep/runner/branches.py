@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +28,13 @@ class _Loaded:
     weights: dict[tuple[int, LinearName], LoraWeight]
     head: BranchHead
     uses: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors."""
+        pairs = [pair for weight in self.weights.values() for pair in weight.pairs]
+        own = [tensor for pair in pairs for tensor in (pair.a, pair.b)]
+        return sum(tensor.nbytes for tensor in (*own, *self.head.tensors))
 
 
 class BranchTable:
@@ -59,12 +66,12 @@ class BranchTable:
         tensors = read_tensors(folder, branch, shapes)
         if branch.key in self._loaded:
             self._loaded[branch.key].uses += 1
-            return branch
-        try:
-            self._take(branch, tensors)
-        except torch.OutOfMemoryError as error:
-            raise BranchError(f"{folder}: no room for it on the device: {error}") from None
-        return branch
+        else:
+            try:
+                self._take(branch, tensors)
+            except torch.OutOfMemoryError as error:
+                raise BranchError(f"{folder}: no room for it on the device: {error}") from None
+        return replace(branch, weight_bytes=self._loaded[branch.key].nbytes)
 
     def _take(self, branch: Branch, tensors: dict[str, Tensor]) -> None:
         """Put a branch on the device; if that fails, all is as it was."""

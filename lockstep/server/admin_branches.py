@@ -41,7 +41,8 @@ class BranchBody(Body):
 
 
 class BranchCard(msgspec.Struct):
-    """A loaded branch. `key` tells apart branches that may decide differently."""
+    """A loaded branch. `key` tells apart branches that may decide differently; `weight_bytes` is
+    what it holds of the device's memory."""
 
     name: str
     key: str
@@ -55,6 +56,7 @@ class BranchCard(msgspec.Struct):
     thresholds: dict[str, float]
     temperature: float
     calibration: dict[str, Any]
+    weight_bytes: int
 
     @classmethod
     def of(cls, name: str, branch: Branch) -> BranchCard:
@@ -72,6 +74,7 @@ class BranchCard(msgspec.Struct):
             thresholds=branch.thresholds,
             temperature=branch.temperature,
             calibration=branch.calibration,
+            weight_bytes=branch.weight_bytes,
         )
 
 

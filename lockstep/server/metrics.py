@@ -320,6 +320,16 @@ class Metrics:
         )
         ready = client.state is EngineState.READY
         yield _gauge("branches_loaded", "Branches that decide.", len(client.branches), model)
+        weights = GaugeMetricFamily(
+            OWN + "weight_bytes",
+            "Of the device's memory: the model's weights (branch is empty), and each branch's.",
+            labels=("model_name", "branch"),
+        )
+        if ready:
+            weights.add_metric((model, ""), client.info.weight_bytes)
+        for name, branch in client.branches.items():
+            weights.add_metric((model, name), branch.weight_bytes)
+        yield weights
         yield _gauge("engine_up", "1 while the engine takes requests.", int(ready), model)
         yield _gauge(
             "engine_silent_seconds",

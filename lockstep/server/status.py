@@ -45,6 +45,8 @@ class Stats(msgspec.Struct):
         tokens_per_second: generated tokens over the time between the polls of the last
             ten seconds; 0 on the first poll.
         cache_hit_rate: share of admitted prompt tokens that came from the prefix cache.
+        branch_bytes: of the device's memory that each loaded branch holds, beside the trunk's
+            `info.weight_bytes`.
     """
 
     state: str
@@ -55,6 +57,7 @@ class Stats(msgspec.Struct):
     restarts: int
     engine: EngineStats
     info: EngineInfo
+    branch_bytes: dict[str, int]
 
 
 class Throughput:
@@ -124,5 +127,6 @@ async def stats(request: HTTPRequest) -> Response:
         restarts=client.restarts,
         engine=engine,
         info=service.llm.info,
+        branch_bytes={name: own.weight_bytes for name, own in service.branches.items()},
     )
     return Response(msgspec.json.encode(body), media_type="application/json")

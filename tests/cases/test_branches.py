@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from lockstep import LLM, SamplingParams
-from lockstep.branch import TARGETS, Branch
+from lockstep.branch import TARGETS, TENSORS, Branch
 from lockstep.decisions import Decision
 from lockstep.llm import Score
 from lockstep.model.adapters import tensor_shapes
@@ -101,7 +101,10 @@ def test_b01_answers_with_and_without_the_judge_from_one_weight_copy(
     llm.flush_cache()
     quiet = llm.chat(CHAT, GREEDY)
     before = resident()
-    llm.load_branch("judge", folder)
+    loaded = llm.load_branch("judge", folder)
+    own = (folder / TENSORS).stat().st_size  # float32; of what serves, half of it is bfloat16
+    assert own / 3 < loaded.weight_bytes < own * 2
+    assert loaded.weight_bytes == llm.branches["judge"].weight_bytes
     try:
         decision = llm.decide(CHAT, branch="judge")
         grown = resident() - before

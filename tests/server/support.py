@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -61,6 +62,16 @@ def speaker(history: Sequence[int], prompt_len: int, position: int) -> int:
     return said[position] if position < len(said) else end
 
 
+BRANCH_BYTES = 3 << 20
+
+
+class JudgedExecutor(BranchExecutor):
+    """Says what its branches hold of its memory."""
+
+    def load_branch(self, folder: str) -> Branch:
+        return replace(super().load_branch(folder), weight_bytes=BRANCH_BYTES)
+
+
 def make_engine(config: EngineConfig, progress: Callable[[str, float], None]) -> Engine:
     """An engine for a model name: its parts after "-" say what goes wrong.
 
@@ -82,7 +93,7 @@ def make_engine(config: EngineConfig, progress: Callable[[str, float], None]) ->
     if "dies" in name:
         time.sleep(0.3)  # what was sent before a death is only read if it got away
         os.kill(os.getpid(), signal.SIGKILL)
-    make = partial(BranchExecutor, judge=told) if "judged" in name else FakeExecutor
+    make = partial(JudgedExecutor, judge=told) if "judged" in name else FakeExecutor
     executor = make(
         vocab_size=49152,
         max_context=MAX_CONTEXT,

@@ -28,7 +28,7 @@ from lockstep.config import ConfigError
 from lockstep.server import create_app
 from tests.branch_fake import make_branch
 from tests.decisions.test_docs import blocks
-from tests.server.support import ServerThread, fake_llm, smollm2_tokenizer, wait_until
+from tests.server.support import BRANCH_BYTES, ServerThread, fake_llm, smollm2_tokenizer, wait_until
 
 TEXT = "I can answer answer this from the documents"
 ADMIN = {"Authorization": "Bearer boss"}
@@ -328,6 +328,11 @@ def test_branches_come_and_go(admin: httpx.Client, root: Path) -> None:
     card = loaded.json()
     assert (card["name"], card["options"], card["head"]) == ("tone", ["calm", "angry"], "options")
     assert admin.get("/admin/branches").json()["data"][1] == card
+    assert card["weight_bytes"] == BRANCH_BYTES
+    assert admin.get("/stats").json()["branch_bytes"] == dict.fromkeys(("judge", "tone"), 3 << 20)
+    assert 'weight_bytes{branch="tone",model_name="judged-speaks"} 3.145728e+06' in (
+        admin.get("/metrics").text
+    )
     body = {"model": "tone", "input": "angry", "questions": [choice("calm", "angry")]}
     (answer,) = admin.post("/v1/decisions", json=body).json()["answers"]
     assert answer["choice"] == "angry"
