@@ -163,7 +163,7 @@ class DecoderModel(nn.Module):
             value = self.reader.optional(key)
             if value is None or named is not None:
                 continue
-            if value not in known:
+            if not isinstance(value, str) or value not in known:
                 raise self.reader.fail(key, f"is {value!r}; one of {', '.join(known)} is supported")
             named = value
         return known[named or self.default_activation()]

@@ -35,8 +35,9 @@ class WeightLoader:
     any time. `weight_bytes` counts what was laid out.
 
     Raises (every method):
-        ModelError: a tensor that is missing or has another shape than the
-            configuration asks for; it names the tensor, found and expected shape.
+        ModelError: a tensor that is missing, holds no floating-point numbers, or has
+            another shape than the configuration asks for; it names the tensor, found and
+            expected shape.
     """
 
     def __init__(
@@ -118,7 +119,13 @@ class WeightLoader:
         self._taken.add(name)
         if self._progress is not None:
             self._progress("loading weights", len(self._taken) / len(self._names))
-        return self._source.tensor(name)
+        tensor = self._source.tensor(name)
+        if not tensor.is_floating_point():
+            raise ModelError(
+                f"{self._source.name}: tensor {name!r} is {tensor.dtype}: quantised weights of "
+                "this kind are not supported, floating-point ones and GGUF files are"
+            )
+        return tensor
 
     def _packed(self, weight: Weight) -> Weight:
         # A backend whose layout is the plain matrix may have kept the workspace itself.

@@ -9,10 +9,9 @@ from lockstep.model.llama import LlamaForCausalLM
 def windowed_layers(reader: ConfigReader, layers: int) -> tuple[tuple[str, ...], int | None]:
     """Qwen's layer kinds: sliding from `max_window_layers` on, if `use_sliding_window`."""
     use = reader.flag("use_sliding_window", False)
-    first = reader.optional("max_window_layers")
+    first = reader.integer("max_window_layers", 28, least=0)
     window = reader.integer("sliding_window", 4096) if use else None
     reader.optional("sliding_window")
-    first = 28 if first is None else int(first)
     default = [
         "sliding_attention" if use and index >= first else "full_attention"
         for index in range(layers)

@@ -40,10 +40,14 @@ def architecture_of(config: Mapping[str, Any], name: str) -> str:
         ModelError: it names none, or one that is not supported.
     """
     named = config.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(entry, str) for entry in named):
+        raise ModelError(
+            f"{name}: configuration key architectures must list names, is {named!r:.100}"
+        )
     for architecture in named:
         if architecture in FAMILIES:
             return str(architecture)
-    found = ", ".join(map(str, named)) or "none"
+    found = ", ".join(named) or "none"
     raise ModelError(
         f"{name}: architecture {found} is not supported; supported are {', '.join(FAMILIES)}"
     )

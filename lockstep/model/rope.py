@@ -54,6 +54,8 @@ def read_rope(
     theta = reader.number("rope_theta", default_theta)
     scaling = reader.section("rope_scaling")
     parameters = reader.section("rope_parameters")
+    if scaling is not None and parameters is not None:
+        raise reader.fail("rope_scaling", "stands beside rope_parameters; only one of them may")
     chosen = parameters or scaling
     if chosen is None:
         return default_frequencies(theta, head_dim), 1.0
@@ -119,6 +121,8 @@ def _yarn(
     original = scaling.number("original_max_position_embeddings", max_positions)
     factor = scaling.number("factor", max(max_positions / original, 1.0))
     dim = 2 * len(plain)
+    if theta <= 1:  # its logarithm tells which dimensions turn how often
+        raise scaling.fail("rope_theta", f"must be above 1, is {theta}")
 
     def dimension(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -138,10 +142,12 @@ def _yarn_attention_factor(scaling: ConfigReader, factor: float) -> float:
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    given = scaling.optional("attention_factor")
-    weight, all_dims = scaling.optional("mscale"), scaling.optional("mscale_all_dim")
-    if given is not None:
+    weight, all_dims = (
+        scaling.number(key) if scaling.optional(key) else 0.0
+        for key in ("mscale", "mscale_all_dim")
+    )
+    if scaling.optional("attention_factor") is not None:
         return scaling.number("attention_factor")
     if weight and all_dims:
-        return magnitude(float(weight)) / magnitude(float(all_dims))
+        return magnitude(weight) / magnitude(all_dims)
     return magnitude(1.0)

@@ -28,11 +28,11 @@ class CheckedValues:
         self._read.add(key)
         return self._values.get(key)
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer; without a default the key must be there."""
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer, by default a positive one; without a default the key must be there."""
         value = self._wanted(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.fail(key, f"must be a positive integer, is {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.fail(key, f"must be an integer of at least {least}, is {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -287,5 +287,11 @@ def _old_rope_spelling(config: dict[str, Any]) -> dict[str, Any]:
         config["rope_theta"] = record.pop("rope_theta")
     if "partial_rotary_factor" in record:
         config["partial_rotary_factor"] = record.pop("partial_rotary_factor")
-    config["rope_scaling"] = None if record.get("rope_type", "default") == "default" else record
+    scaling = None if record.get("rope_type", "default") == "default" else record
+    if config.get("rope_scaling") not in (None, scaling):
+        raise ModelError(
+            f"config.json: rope_scaling {config['rope_scaling']!r:.200} and rope_parameters "
+            f"{parameters!r:.200} differ; only one of them may stand there"
+        )
+    config["rope_scaling"] = scaling
     return config

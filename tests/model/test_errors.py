@@ -53,9 +53,12 @@ def test_the_unchanged_sources_load(sources: dict[str, Source]) -> None:
         load(source)
 
 
+YARN = {"rope_type": "yarn", "factor": 2.0}
 CASES: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported are.*Llama"),
     ("llama", {"architectures": None}, "none is not supported"),
+    ("llama", {"architectures": "LlamaForCausalLM"}, "architectures must list names.*Llama"),
+    ("llama", {"architectures": [["x"]]}, "architectures must list names"),
     ("llama", {"mlp_bias": True}, "mlp_bias"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ("llama", {"logit_scale": 0.1}, "logit_scale"),
@@ -64,6 +67,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
     ("llama", {"hidden_act": "relu"}, "hidden_act.*relu"),
     ("llama", {"embedding_multiplier": 12.0}, "embedding_multiplier.*may change the maths"),
+    ("llama", {"hidden_act": ["silu"]}, r"hidden_act is \['silu'\]"),
     ("llama", {"hidden_size": "96"}, "hidden_size.*integer"),
     ("llama", {"hidden_size": None}, "hidden_size is missing"),
     ("llama", {"rms_norm_eps": 0}, "rms_norm_eps"),
@@ -77,6 +81,11 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "twist": 3}},
         "rope_parameters.twist",
     ),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling stands beside"),
+    ("llama", {"rope_parameters": {**YARN, "rope_theta": 1.0}}, "rope_theta must be above 1"),
+    ("llama", {"rope_parameters": {**YARN, "mscale": "x"}}, "mscale must be a positive number"),
+    ("qwen3", {"max_window_layers": "x"}, "max_window_layers must be an integer of at least 0"),
+    ("qwen3", {"max_window_layers": True}, "max_window_layers must be an integer"),
     ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
@@ -118,6 +127,16 @@ def test_tensors_are_named_when_they_are_wrong(sources: dict[str, Source]) -> No
         load(edited(source, extra, torch.zeros(16)))
     with pytest.raises(ModelError, match=r"model.layers.2.self_attn.q_norm.weight.*missing"):
         load(edited(sources["qwen3"], "model.layers.2.self_attn.q_norm.weight", None))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
+def test_numbers_without_their_scales_are_no_weights(
+    sources: dict[str, Source], dtype: torch.dtype
+) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    wrong = torch.ones(sources["llama"].shape(name)).to(dtype)
+    with pytest.raises(ModelError, match=f"{name}' is {dtype}.*not supported"):
+        load(edited(sources["llama"], name, wrong))
 
 
 def test_harmless_extras_pass(sources: dict[str, Source]) -> None:

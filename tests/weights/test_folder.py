@@ -212,6 +212,20 @@ def test_both_spellings_of_rope(
     assert {key: config[key] for key in read} == read
 
 
+def test_two_ropes_that_differ_are_refused(tmp_path: Path) -> None:
+    new, linear = {"rope_theta": 1e4}, {"rope_type": "linear", "factor": 8.0}
+    both = {"rope_parameters": {**new, **linear}, "rope_scaling": linear}
+    path = write_folder(tmp_path / "equal", tiny_tensors(), config=both)
+    assert open_checkpoint(str(path)).config["rope_scaling"] == linear
+    for number, first in enumerate((new, {**new, **linear, "factor": 4.0})):
+        both = {"rope_parameters": first, "rope_scaling": linear}
+        path = write_folder(tmp_path / str(number), tiny_tensors(), config=both)
+        with pytest.raises(
+            ModelError, match=r"rope_scaling \{.*8.0\} and rope_parameters .* differ"
+        ):
+            open_checkpoint(str(path))
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_what_transformers_saves_can_be_read(tmp_path: Path, kind: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
