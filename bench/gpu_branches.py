@@ -271,7 +271,7 @@ class Comparison:
             # A judge of its own has no use for trunk rows behind its exit. It never decodes.
             early = replace(base, depth="exit", graphs=False)
             bound = self._bound
-            if bound.exit < bound.layers:
+            if bound.context or bound.exit < bound.layers:
                 self._set_up(early)
                 self._rounds("two engines, early exit", self._in_two, changed)
             if not bound.context:  # the branch's rows of a context beside all of the trunk's: no
