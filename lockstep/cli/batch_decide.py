@@ -32,7 +32,11 @@ _ROWS = "Rows"
 def decide(
     file: Annotated[
         Path,
-        typer.Argument(help="JSON lines with text or messages, and an optional id.", exists=True),
+        typer.Argument(
+            help="JSON lines with text or messages, and an optional id.",
+            exists=True,
+            dir_okay=False,
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the rows go; must not exist.")],
     model: Annotated[
@@ -78,6 +82,7 @@ def decide(
             "--gate",
             help="A file with a request's gate as JSON, in place of the options above.",
             exists=True,
+            dir_okay=False,
             rich_help_panel=_SOURCE,
         ),
     ] = None,
@@ -96,7 +101,9 @@ def decide(
     ] = "",
     concurrency: Annotated[
         int,
-        typer.Option(help="Rows in the engine at once; 0 fits its size.", rich_help_panel=_ROWS),
+        typer.Option(
+            min=0, help="Rows in the engine at once; 0 fits its size.", rich_help_panel=_ROWS
+        ),
     ] = 0,
     *,
     sampling: dict[str, Any],
@@ -112,7 +119,7 @@ def decide(
     from rich.console import Console
 
     from lockstep.async_llm import AsyncLLM
-    from lockstep.decide_rows import Rows
+    from lockstep.decide_rows import Rows, check_output
     from lockstep.decisions import GateSpec
     from lockstep.types import SamplingParams
 
@@ -126,7 +133,8 @@ def decide(
         raise typer.BadParameter("it says all that is to be decided", param_hint="--gate")
     else:
         gate = _gate_of(gate_file)
-    GateSpec(**gate)  # refused before a model is loaded
+    GateSpec(**gate)  # refused before a model is loaded, and so are outputs
+    check_output(out)
     engine["branches"] = folders
     notes = Console(stderr=True, highlight=False)
     rows = Rows(file, template, chat, system)

@@ -11,6 +11,6 @@ from __future__ import annotations
 
 from lockstep.decide_rows.results import Totals
 from lockstep.decide_rows.rows import Row, Rows
-from lockstep.decide_rows.run import Decided, Run, Summary, decide_file
+from lockstep.decide_rows.run import Decided, Run, Summary, check_output, decide_file
 
-__all__ = ["Decided", "Row", "Rows", "Run", "Summary", "Totals", "decide_file"]
+__all__ = ["Decided", "Row", "Rows", "Run", "Summary", "Totals", "check_output", "decide_file"]

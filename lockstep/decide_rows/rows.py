@@ -15,6 +15,8 @@ from lockstep.requests import Conversation
 from lockstep.types import RequestError
 
 MAX_LINE_BYTES = 16 << 20
+_PAIR = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..")
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]..")
 _FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
@@ -111,7 +113,10 @@ def _fields(text: bytes) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRow(f"the line is not JSON: {error}", code="invalid_json") from None
+        # Which says of half a character that the line ends too early.
+        half = _HALF.search(_PAIR.sub(b"", text))
+        what = "half of a surrogate pair is no valid Unicode" if half else error
+        raise BadRow(f"the line is not JSON: {what}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise BadRow("the line is not a JSON object", code="invalid_json")
     return fields

@@ -83,18 +83,29 @@ class _Answered(NamedTuple):
     cached_tokens: int = 0
 
 
+def check_output(out: Path) -> None:
+    """Refuse what no finished rows could be put at.
+
+    Raises:
+        RequestError: it exists, or its folder does not.
+    """
+    if out.exists():
+        raise RequestError(f"{out} exists; choose another output or remove it", field="out")
+    if not out.absolute().parent.is_dir():
+        raise RequestError(f"{out}: there is no folder {out.absolute().parent}", field="out")
+
+
 async def decide_file(run: Run, progress: Progress) -> Summary:
     """Decide about every row of a file into `run.out`, one row each, in the input's order.
 
     Holds a bounded number of rows. Cancelled, it keeps the rows that are written.
 
     Raises:
-        RequestError: the output exists, a part of it is of other work or in use, or the file
-            has no rows.
+        RequestError: as `check_output`; a part of the output is of other work or in use, or
+            the file has no rows.
         OSError: a file cannot be read or written.
     """
-    if run.out.exists():
-        raise RequestError(f"{run.out} exists; choose another output or remove it", field="out")
+    check_output(run.out)
     digest, lines = await _digest(run.rows.path, run.identity)
     part = run.out.with_name(f"{run.out.name}.{digest}.part")
     for other in run.out.absolute().parent.iterdir():

@@ -123,6 +123,10 @@ def test_what_no_row_could_be_served_with_is_refused_before_a_model_is_loaded(
         ([*DECISION, "--options", '["a", 1]'], "list of strings"),
         ([*DECISION, "--gate", str(gate)], "all that is to be decided"),
         (["--gate", str(gate)], "continue_if: Input should be a valid"),
+        ([*DECISION, "--concurrency", "-1"], "greater than or equal to 0"),
+        ([*DECISION, "-o", str(source)], "in.jsonl exists; choose another output"),
+        ([*DECISION, "-o", str(tmp_path / "no" / "out")], "there is no folder"),
+        ([*DECISION, "--gate", str(tmp_path)], "is a directory"),
     ):
         done = CliRunner().invoke(app, ["batch", "decide", str(source), "-o", str(out), *more])
         assert done.exit_code != 0, more

@@ -28,3 +28,14 @@ def test_chats_and_rows_that_are_conversations() -> None:
     assert Rows(Path("x"), chat=True).parse(1, b'{"text": "hi"}').given == talk
     spoken = Rows(Path("x"), system="Be brief.").parse(1, b'{"text": "hi"}').given
     assert spoken == [{"role": "system", "content": "Be brief."}, *talk]
+
+
+def test_half_a_surrogate_pair_is_called_by_its_name(tmp_path: Path) -> None:
+    rows = Rows(tmp_path / "in.jsonl")
+    assert rows.parse(1, rb'{"text": "\ud83d\ude00"}').given == "\N{GRINNING FACE}"
+    for text in (rb'{"text": "\ud800"}', rb'{"text": "\ud83d\ude00\udc00 and more"}'):
+        with pytest.raises(BadRow, match="half of a surrogate pair") as caught:
+            rows.parse(1, text)
+        assert caught.value.code == "invalid_json"
+    with pytest.raises(BadRow, match="not JSON: Input data was truncated"):
+        rows.parse(1, rb'{"text": "\ud83d\ude00')
