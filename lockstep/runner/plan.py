@@ -87,9 +87,12 @@ class TokenRun:
             [fork, exit); "" for the trunk's own rows. What the adapters touch leaves at `exit`
             or before; rows that both use are two runs, see `source`.
         scores: the last row, the only one with logits, is read by the branch's head.
-        keeps: the rows that enter an `activations` group's layer are stored on its pages, for
+        keeps: all rows that come from below to an `activations` group's layer are stored on its
+            pages, whether they go on there or leave (layers[1]), whatever `logits` says; for
             every such group in which the run has pages.
-        kept: with `source` None and layers[0] > 0: the rows come from those pages.
+        kept: with `source` None and layers[0] > 0: the rows come from the pages of that layer's
+            activations group. They go on as any others do, and leave what others leave: a
+            trunk run of (stop, num_layers) is the rest of one that kept its rows at (0, stop).
         follows: the run, by its index in the plan before, whose drawn id is this run's only
             token; `tokens` is (0,) in its place. None where the tokens are known.
     """
@@ -188,8 +191,8 @@ class Executor(Protocol):
     """What the engine needs of a runner; a scripted fake satisfies it in tests.
 
     Attributes:
-        groups: the model's cache groups, and behind them those of branches
-            (`runner.groups`), in the order of `TokenRun.pages`.
+        groups: the model's own cache groups, cut where the trunk may stop for a branch, and
+            behind them those of branches (`runner.groups`), in the order of `TokenRun.pages`.
         num_layers, vocab_size, max_context: of the model.
         page_tokens, num_slabs, pages_per_slab: geometry of the page pool. Page ids
             of group g run from 0 to num_slabs * pages_per_slab[g] - 1; slab s holds

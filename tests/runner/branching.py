@@ -28,9 +28,10 @@ class Decision:
     Args:
         chunk: rows of the context a step. suffix_chunk: of the suffix. Both 0 for all.
         together: the context's last rows and the suffix's first in one step.
-        keep: store what enters the fork. kept: pages of trunk runs over the same context
-            that stored it; only the branch's own layers are then computed for the context.
-        depth: how far the context's rows of a suffix branch go; 0 is all layers.
+        keep: store what the trunk's rows are where they may stop. kept: pages of trunk runs
+            over the same context that stored it; only the branch's own layers are then computed
+            for the context.
+        depth: how far the context's rows go through the trunk; 0 is all layers.
         sequence: as in `TokenRun`.
     """
 
@@ -64,7 +65,7 @@ class Decision:
                 kept[g] + table[len(kept[g]) :] if g in own else table
                 for g, table in enumerate(self.pages)
             )
-        activations = activations_of(self._groups, branch.fork)
+        activations = activations_of(self._groups, branch.stop)
         self._activations = () if activations is None else (activations,)
         before = [self._context(*span) for span in _chunks(0, len(context), chunk)]
         end = len(context) + len(suffix)
