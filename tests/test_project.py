@@ -50,6 +50,18 @@ def test_rooms_import_downward_only() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_map_shows_the_layers_that_are_checked() -> None:
+    [contract] = [
+        entry
+        for entry in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+            "contracts"
+        ]
+        if entry["type"] == "layers"
+    ]
+    layers = [", ".join(re.split(r" [|:] ", layer)) for layer in contract["layers"]]
+    assert f"`{' → '.join(layers)}`" in (ROOT / "docs/architecture.md").read_text("utf-8")
+
+
 def test_the_layering_check_can_fail(tmp_path: Path) -> None:
     """A copy of the package in which kernels import the engine breaks the contract."""
     for source in (ROOT / "lockstep").rglob("*.py"):

@@ -1,4 +1,4 @@
-"""Text: tokens to characters and back, chat templates, stop strings.
+"""Text: prompts to tokens, tokens to answers, and what answers are held to.
 
 Where things go:
 - `tokenizer.py`: `Tokenizer`, ids and bytes of a vocabulary, on top of `tokenizers`.
@@ -8,6 +8,12 @@ Where things go:
 - `detokenizer.py`: bytes of tokens to text, one token at a time.
 - `stops.py`: stop strings over token borders.
 - `stream.py`: `TextStream`, which builds every answer's text, streamed or whole.
+- `turn.py`, `dialect.py`, `prompt.py`: a conversation with functions, how one model talks, and
+  what the model reads of both.
+- `events.py`, `reasoning.py`, `answer.py`: an answer's text to reasoning, content and calls;
+  `tools/`: the formats of calls.
+- `grammar.py`, `grammar_schema.py`, `grammar_matcher.py`: what an answer is held to: said,
+  checked, at work.
 
 A leaf: imports only `lockstep.types`, and no torch.
 """
