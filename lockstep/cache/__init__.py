@@ -8,6 +8,7 @@ Where does my code go?
   where it can be reused, which pages a run writes, which it no longer reads.
 - `cache.py`: `PrefixCache` joins the three: match, open, grow, publish, trim, close and
   eviction. The scheduler talks to this file only.
+- `layout.py`: which groups hold which layers, and what is needed to go through these.
 - `lookup.py`: how much of a prefix serves a sequence's need; reads only.
 - `lease.py`: the records that pass between the two: `Need`, `Match`, `Lease`, `StepJournal`.
 - `integrity.py`: the proof that every reference has exactly one known holder.

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from lockstep.cache.groups import CacheGroup
 from lockstep.cache.groups.base import pages_in
 from lockstep.cache.integrity import Books
+from lockstep.cache.layout import Layout
 from lockstep.cache.lease import Lease, Match, Need, StepJournal, Want
 from lockstep.cache.lookup import Lookup
 from lockstep.cache.pool import PagePool, PoolError
 from lockstep.cache.tree import Identity, Key, Node, PrefixTree
-from lockstep.runner.groups import activations_of, tails_of
 from lockstep.runner.plan import PageCopy
-
-_OF_BRANCHES = ("branch", "activations")
 
 
 @dataclass(slots=True)
@@ -66,10 +64,8 @@ class PrefixCache:
         self.groups = tuple(groups)
         self.page_tokens = page_tokens
         self.keep = keep
-        self.trunk = tuple(g.index for g in self.groups if g.layers.kind not in _OF_BRANCHES)
-        self._tails = tuple(g.index for g in self.groups if g.layers.kind == "branch")
-        self._rows = tuple(g.index for g in self.groups if g.layers.kind == "activations")
-        self._fleeting = frozenset(() if keep_tails else self._tails)
+        self.layout = Layout([group.layers for group in self.groups])
+        self._fleeting = frozenset(() if keep_tails else self.layout.tail_groups)
         self.tree = PrefixTree(page_tokens)
         self.stats = CacheStats()
         self._owner: list[dict[int, tuple[Node, Key]]] = [{} for _ in self.groups]
@@ -80,52 +76,11 @@ class PrefixCache:
 
     # --- sizes -----------------------------------------------------------------
 
-    def wants(self, layers: tuple[int, int], own: str = "") -> tuple[Want, ...]:
-        """The model's own groups with a layer in the half-open range `layers`."""
-        begin, end = layers
-        return tuple(
-            Want(index, own)
-            for index in self.trunk
-            if any(begin <= layer < end for layer in self.groups[index].layers.layers)
-        )
-
-    def cuts_through(self, layer: int) -> bool:
-        """Whether a group of the model's own has layers on both sides."""
-        return any(
-            min(group.layers.layers) < layer <= max(group.layers.layers)
-            for group in (self.groups[index] for index in self.trunk)
-        )
-
-    def tails(self, fork: int, exit_: int, own: str) -> tuple[Want, ...]:
-        """The groups in which the branch of that key keeps layers [fork, exit_); none where
-        the pool was laid out without them."""
-        layers = [group.layers for group in self.groups]
-        return tuple(Want(index, own) for index in tails_of(layers, fork, exit_))
-
-    def rows(self, stop: int) -> Want | None:
-        """The group that holds what enters that layer, if there is one."""
-        index = activations_of([group.layers for group in self.groups], stop)
-        return None if index is None else Want(index)
-
-    def plain(self, layers: tuple[int, int]) -> list[Need]:
-        """What the trunk's own sequences may go on from: a prefix through all of `layers`, or
-        one of which a part has the rows at a stop in place of the layers above."""
-        stops = [self.groups[i].layers.layers[0] for i in self._rows if self.pool.used[i]]
-        if stops:
-            return [self.resuming(stop, layers) for stop in stops]
-        return [Need(self.wants(layers), fresh=layers[1] - layers[0])]
-
-    def resuming(self, stop: int, layers: tuple[int, int]) -> Need:
-        """What it takes to make the trunk's `layers` above a stop from the rows there."""
-        begin, end = layers
-        return Need(
-            self.wants((begin, stop)),
-            self.wants((stop, end)),
-            rows=self.rows(stop),
-            stop=stop,
-            fresh=end - begin,
-            made=end - stop,
-        )
+    def plain(self) -> list[Need]:
+        """What the trunk's own sequences may go on from: a prefix through all layers, or one of
+        which a part has the rows at a stop in place of the layers above."""
+        used = [stop for stop, index in self.layout.rows_at.items() if self.pool.used[index]]
+        return [self.layout.resuming(stop) for stop in used] or [self.layout.whole]
 
     def fits_alone(
         self, length: int, wants: Iterable[Want] | None = None, held: int | None = None
@@ -137,7 +92,7 @@ class PrefixCache:
             held: it lets go of nothing that a query at this position reads.
         """
         pages = [0] * len(self.groups)
-        for index in self.trunk if wants is None else [want.group for want in wants]:
+        for index in self.layout.trunk if wants is None else [want.group for want in wants]:
             pages[index] = self.groups[index].live_pages(length)
             if held is not None:
                 more = pages_in(length - held, self.page_tokens) + 1
@@ -203,12 +158,13 @@ class PrefixCache:
     @property
     def pages_total(self) -> int:
         """Pages in use, and those that the model's own groups could make of the rest."""
-        return sum(self.pool.used) + self.pool.free_pages(self.trunk)
+        return sum(self.pool.used) + self.pool.free_pages(self.layout.trunk)
 
     @property
     def pages_tail(self) -> int:
         """Pages of branches' tails and of rows at stops, held or kept."""
-        return sum(self.pool.used[index] for index in (*self._tails, *self._rows))
+        groups = (*self.layout.tail_groups, *self.layout.rows_at.values())
+        return sum(self.pool.used[index] for index in groups)
 
     # --- a sequence's way --------------------------------------------------------
 

@@ -144,8 +144,8 @@ class Filling(Queues):
         total = len(sequence.tokens)
         if sequence.route is None and 0 < sequence.kept_until <= start:
             # What was missing is made, in a step that is done: the rows are no more needed.
-            sequence.kept_until, sequence.need = 0, self.whole
-            self.cache.narrow(lease, self.whole.wants, lease.covered)
+            sequence.kept_until, sequence.need = 0, self.cache.layout.whole
+            self.cache.narrow(lease, self.cache.layout.whole.wants, lease.covered)
         count = min(total - start, most, draft.budget)
         if sequence.route is not None and sequence.route.doubles and start < sequence.route.begins:
             count = min(count, max(1, draft.budget // 2))
@@ -305,7 +305,7 @@ class Filling(Queues):
             return self.cache.match(sequence.identity, sequence.tokens, limit, need)
 
         if not sequence.routes:
-            found = [match(need) for need in self.cache.plain(self.layers)]
+            found = [match(need) for need in self.cache.plain()]
             return min(found, key=lambda one: one.work(limit))
         sequence.route, *others = sequence.routes
         best = match(sequence.route.need)

@@ -161,10 +161,7 @@ class Engine:
         scheduler.add(request, self._max_len(request), self._compiled(request), branch)
 
     def _routes(self, branch: Branch, begins: int, *, gate: bool = False) -> tuple[Route, ...]:
-        scheduler = self._scheduler
-        return plan_routes(
-            branch, begins, self._cache, scheduler.layers, scheduler.branches, gate=gate
-        )
+        return plan_routes(branch, begins, self._cache.layout, self._scheduler.branches, gate=gate)
 
     def _check_route(self, route: Route, length: int) -> None:
         """Refuse a decision that the pool cannot hold."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lockstep.branch import Branch
-from lockstep.cache import Identity, Need, PrefixCache
+from lockstep.cache import Identity, PrefixCache
 from lockstep.config import BranchOptions
 from lockstep.engine.gates import GatedRequest
 from lockstep.engine.routes import plan_routes
@@ -51,7 +51,6 @@ class Queues:
     ) -> None:
         self.cache = cache
         self.layers = layers
-        self.whole = Need(cache.wants(layers), fresh=layers[1] - layers[0])
         self.model = model
         self.branches = branches
         self.running: list[Sequence] = []  # by rank
@@ -82,7 +81,7 @@ class Queues:
         routes = () if gate is None else gate.routes
         if branch is not None:
             begins = request.branch_from
-            routes = plan_routes(branch, begins, self.cache, self.layers, self.branches)
+            routes = plan_routes(branch, begins, self.cache.layout, self.branches)
         first = request if gate is None else gate.judge
         sequences = []
         for choice in range(request.sampling.n):

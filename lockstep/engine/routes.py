@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lockstep.branch import Branch
-from lockstep.cache import Lease, Need, PrefixCache, Want
+from lockstep.cache import Lease, Need, Want
+from lockstep.cache.layout import Layout
 from lockstep.cache.tree import LEFT_AT
 from lockstep.config import BranchOptions
 from lockstep.runner.plan import TokenRun
@@ -59,8 +60,7 @@ class Route:
 def plan_routes(
     branch: Branch,
     begins: int,
-    cache: PrefixCache,
-    layers: tuple[int, int],
+    layout: Layout,
     options: BranchOptions,
     *,
     gate: bool = False,
@@ -68,26 +68,24 @@ def plan_routes(
     """The ways of a decision. One behind the first is for a prefix of which it finds more.
 
     Args:
-        begins: see `Route`. layers: the trunk's.
+        begins: see `Route`.
         gate: it may be that somebody goes on from the context's rows, and that nobody does.
     """
-    rows = cache.rows(branch.stop)
-    stops = branch.adapt == "context" if branch.stop == layers[0] else rows is not None
+    rows = layout.rows(branch.stop)
+    stops = branch.adapt == "context" if branch.stop == 0 else rows is not None
     if gate and stops:
-        return (_deferring(branch, begins, cache, layers, rows),)
+        return (_deferring(branch, begins, layout, rows),)
     if gate or options.depth == "full":
-        through = _through(branch, begins, cache, layers, options)
-        return (through, _deferring(branch, begins, cache, layers, rows)) if stops else (through,)
-    return (_leaving(branch, begins, cache, layers, rows),)
+        through = _through(branch, begins, layout, options)
+        return (through, _deferring(branch, begins, layout, rows)) if stops else (through,)
+    return (_leaving(branch, begins, layout, rows),)
 
 
-def _deferring(
-    branch: Branch, begins: int, cache: PrefixCache, layers: tuple[int, int], rows: Want | None
-) -> Route:
+def _deferring(branch: Branch, begins: int, layout: Layout, rows: Want | None) -> Route:
     """The trunk's rows stop where the branch reads nothing above, and are kept there."""
-    below = cache.wants((layers[0], branch.stop))
-    above = cache.wants((branch.stop, layers[1]))
-    tails = _tails(branch, cache)
+    below = layout.wants((0, branch.stop))
+    above = layout.wants((branch.stop, layout.layers[1]))
+    tails = _tails(branch, layout)
     twin = bool(tails) and rows is not None
     need = Need(
         below if twin else (*below, *tails),
@@ -99,21 +97,20 @@ def _deferring(
         fresh=branch.exit,
         made=branch.exit - branch.fork if twin else 0,
     )
-    trunk = None if rows is None else (layers[0], branch.stop)
+    trunk = None if rows is None else (0, branch.stop)
     return Route(branch.key, branch.fork, branch.exit, begins, trunk, twin, need, below, tails)
 
 
 def _through(
     branch: Branch,
     begins: int,
-    cache: PrefixCache,
-    layers: tuple[int, int],
+    layout: Layout,
     options: BranchOptions,
 ) -> Route:
     """The trunk's rows go through all layers: a later answer goes on from there."""
-    tails = _tails(branch, cache)
-    rows = cache.rows(branch.stop) if tails and options.keep_activations else None
-    all_, own = cache.wants(layers), branch.exit - branch.fork
+    tails = _tails(branch, layout)
+    rows = layout.rows(branch.stop) if tails and options.keep_activations else None
+    all_, own = layout.wants(layout.layers), branch.exit - branch.fork
     need = Need(
         all_ if rows is not None else (*all_, *tails),
         tails if rows is not None else (),
@@ -121,22 +118,20 @@ def _through(
         rows,
         branch.stop,
         keeps=rows is not None,
-        fresh=layers[1] - layers[0] + (own if tails else 0),
+        fresh=layout.layers[1] + (own if tails else 0),
         made=own,
     )
-    below = cache.wants((layers[0], branch.stop))
+    below = layout.wants((0, branch.stop))
     return Route(
-        branch.key, branch.fork, branch.exit, begins, layers, bool(tails), need, below, tails
+        branch.key, branch.fork, branch.exit, begins, layout.layers, bool(tails), need, below, tails
     )
 
 
-def _leaving(
-    branch: Branch, begins: int, cache: PrefixCache, layers: tuple[int, int], rows: Want | None
-) -> Route:
+def _leaving(branch: Branch, begins: int, layout: Layout, rows: Want | None) -> Route:
     """No row goes further than the exit, and nobody is to go on from there."""
-    through = cache.cuts_through(branch.stop)
-    below = cache.wants((layers[0], branch.stop), f"{LEFT_AT}{branch.stop}" if through else "")
-    tails = _tails(branch, cache)
+    through = layout.cuts_through(branch.stop)
+    below = layout.wants((0, branch.stop), f"{LEFT_AT}{branch.stop}" if through else "")
+    tails = _tails(branch, layout)
     makes = bool(tails) and rows is not None
     need = Need(
         below if makes else (*below, *tails),
@@ -147,14 +142,14 @@ def _leaving(
         fresh=branch.exit,
         made=branch.exit - branch.fork,
     )
-    trunk = None if tails else (layers[0], branch.exit)
+    trunk = None if tails else (0, branch.exit)
     return Route(branch.key, branch.fork, branch.exit, begins, trunk, False, need, below, tails)
 
 
-def _tails(branch: Branch, cache: PrefixCache) -> tuple[Want, ...]:
+def _tails(branch: Branch, layout: Layout) -> tuple[Want, ...]:
     if branch.adapt != "context":
         return ()
-    return cache.tails(branch.fork, branch.exit, branch.key)
+    return layout.tails(branch.fork, branch.exit, branch.key)
 
 
 def runs_of(sequence: Sequence, route: Route, start: int, end: int, index: int) -> list[TokenRun]:

@@ -329,13 +329,13 @@ class Scheduler(Filling):
         missing of them above the stop, from the rows that were kept there."""
         lease = sequence.lease
         assert lease is not None
-        sequence.computed, sequence.kept_until, sequence.need = same, 0, self.whole
-        wants = self.whole.wants
+        sequence.computed, sequence.kept_until, sequence.need = same, 0, self.cache.layout.whole
+        wants = self.cache.layout.whole.wants
         if before.held:
             sequence.computed = min(same, self.cache.go_on(lease, same))
             if before.rows is not None and sequence.computed < same:
                 sequence.need, sequence.kept_until = (
-                    self.cache.resuming(before.stop, self.layers),
+                    self.cache.layout.resuming(before.stop),
                     same,
                 )
                 wants = sequence.need.all

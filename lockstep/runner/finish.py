@@ -142,7 +142,7 @@ class Reporter:
                 error = "" if good else NOT_FINITE_SCORES
                 found[i] = RunResult(
                     error=error if rows_good else NOT_FINITE,
-                    scores=tuple(row) if good and rows_good else (),
+                    scores=tuple(row) if rows_good else (),
                 )
         return found
 

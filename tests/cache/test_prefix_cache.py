@@ -43,7 +43,7 @@ def make(*groups: CacheGroup, slabs: int = 200, keep: bool = True) -> PrefixCach
 
 
 def every(cache: PrefixCache) -> tuple[Want, ...]:
-    return cache.wants((0, len(cache.groups)))
+    return cache.layout.wants((0, len(cache.groups)))
 
 
 def compute(
@@ -168,12 +168,12 @@ def test_activations_are_kept_for_those_who_ask() -> None:
 
 def test_a_lookup_is_for_a_layer_range() -> None:
     cache = make(full(0), sliding(1, 6))
-    assert cache.wants((0, 1)) == (Want(0),)
-    assert cache.wants((0, 2)) == (Want(0), Want(1))
+    assert cache.layout.wants((0, 1)) == (Want(0),)
+    assert cache.layout.wants((0, 2)) == (Want(0), Want(1))
     tokens = list(range(30))
-    use(cache, tokens, wants=cache.wants((0, 1)))
-    assert cache.match(HERE, tokens, 29, Need(cache.wants((0, 1)))).length == 29
-    assert cache.match(HERE, tokens, 29, Need(cache.wants((0, 2)))).length == 0
+    use(cache, tokens, wants=cache.layout.wants((0, 1)))
+    assert cache.match(HERE, tokens, 29, Need(cache.layout.wants((0, 1)))).length == 29
+    assert cache.match(HERE, tokens, 29, Need(cache.layout.wants((0, 2)))).length == 0
 
 
 def test_an_inner_node_may_lose_its_window_and_keep_full_attention() -> None:

@@ -77,7 +77,6 @@ def build(family: str, *, slabs: int = 200, keep: bool = True, **more: Any) -> E
         num_slabs=slabs,
         identity=Identity("small", BASE),
         branches=list(branches.values()),
-        keep_activations=options.keep_activations,
     )
     return Engine(
         runner,

@@ -13,7 +13,7 @@ class CacheGroup(ABC):
     """One layer group's rules. A sequence's table has one entry per page of tokens.
 
     Entry i belongs to positions [i * page_tokens, (i + 1) * page_tokens): their keys and
-    values, the state behind the last of them, the rows entering a fork; -1 where the
+    values, the state behind the last of them, the rows at a stop; -1 where the
     sequence holds nothing. An entry is written while its positions are computed.
 
     Mutation: none; a group is a pure function of positions and of what nodes hold, and
@@ -23,8 +23,8 @@ class CacheGroup(ABC):
 
     Where the kinds to come fit: a recurrent group writes an entry only at kept chunk
     boundaries and is reusable at exactly these; a branch tail is any kind below whose
-    `Want.own` names the branch; fork activations are like full attention, not partial,
-    and wanted only by requests that ask for them.
+    `Want.own` names the branch; rows at a stop are read once each, by whoever computes the
+    layers above for their own positions.
 
     Attributes:
         index: in the model's groups. layers: the layer group itself.
