@@ -141,7 +141,7 @@ def pad_last(x: Tensor, multiple: int) -> Tensor:
 def in_lanes(x: Tensor) -> Tensor:
     """[..., D] as [..., ceil(D / 16), 16], zero-padded."""
     padded = pad_last(x, LANES)
-    return padded.reshape(*padded.shape[:-1], -1, LANES)
+    return padded.reshape(*padded.shape[:-1], padded.shape[-1] // LANES, LANES)
 
 
 def sum_lanes(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.config import ConfigError
 from lockstep.kernels import exact, reference
+from lockstep.kernels.contract import AttentionBatch
 from tests.kernels.support import DTYPES, FORMS, Sequences, backend, isa, same_bits
 
 SMALL: dict[str, Any] = {"q_heads": 6, "kv_heads": 2, "head_dim": 64}
@@ -203,9 +204,30 @@ def test_a_batch_that_kernels_would_misread_is_refused(change: dict[str, Any], n
         replace(good, **change)
 
 
-def test_operands_that_do_not_go_together_are_refused() -> None:
-    """One check each of what the native form reads by address."""
-    ops = backend("native")
+@pytest.mark.parametrize("name", [*FORMS, "plain"])
+def test_a_launch_may_have_no_rows(name: str) -> None:
+    """No run, or one of which no row attends."""
+    group = Sequences(backend(name), (5,), dtype=torch.float32, filler=0.0, **SMALL)
+    for contexts in ((), (3,)):
+        runs = len(contexts)
+        batch = AttentionBatch(
+            query_start=torch.zeros(runs + 1, dtype=torch.int32),
+            context_len=torch.tensor(contexts, dtype=torch.int32),
+            page_table=torch.zeros(runs, 1, dtype=torch.int32),
+            slots=torch.zeros(0, dtype=torch.int32),
+            max_query=0,
+            max_context=max(contexts, default=0),
+        )
+        qkv, at = group.inputs[0][:0], torch.zeros(0, dtype=torch.int32)
+        q = group.ops.write_kv(qkv, at, group.rope, group.kv, batch, 6)
+        assert q.shape == (0, 6, 64)
+        assert group.ops.attention(q, group.kv, batch, 1.0).shape == (0, 6 * 64)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_operands_that_do_not_go_together_are_refused(name: str) -> None:
+    """One check each of what is read by address, or would be broadcast."""
+    ops = backend(name)
     group = Sequences(ops, (30,), dtype=torch.float32, **SMALL)
     batch, at = group.batch([(0, 0, 30)]), torch.arange(30).int()
     with pytest.raises(ValueError, match="cos"):
@@ -229,6 +251,8 @@ def test_operands_that_do_not_go_together_are_refused() -> None:
         write(group.inputs[0][:9], at[:9], group.rope)
     with pytest.raises(ValueError, match="q must"):
         ops.attention(torch.zeros(30, 6, 32), group.kv, batch, 1.0)
+    with pytest.raises(ValueError, match="q has 5 heads, no multiple of the 2 key heads"):
+        ops.attention(torch.zeros(30, 5, 64), group.kv, batch, 1.0)
     x = torch.zeros(3, 64)
     with pytest.raises(ValueError, match="x must"):
         ops.rms_norm(x, torch.ones(65), 1e-5)

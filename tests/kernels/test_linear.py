@@ -204,15 +204,46 @@ def test_extreme_inputs_stay_in_their_rows(name: str) -> None:
     assert torch.isnan(dirty[1]).all()
 
 
-def test_native_refuses_operands_that_do_not_fit() -> None:
-    ops = backend("native")
-    packed = ops.pack(randn(8, 16))
+@pytest.mark.parametrize("name", FORMS)
+def test_operands_that_do_not_fit_are_refused(name: str) -> None:
+    """The native form would read out of bounds, torch's would broadcast."""
+    ops, x = backend(name), randn(2, 16)
+    packed, pair = ops.pack(randn(8, 16)), ops.pack_gated(randn(8, 16), randn(8, 16))
     with pytest.raises(ValueError, match="x must be contiguous"):
         ops.linear(randn(2, 15), packed)
-    with pytest.raises(ValueError, match="x is torch"):
-        ops.linear(randn(2, 16, dtype=torch.bfloat16), packed)
-    with pytest.raises(ValueError, match="residual"):
-        ops.linear(randn(2, 16), packed, residual=randn(3, 8))
+    with pytest.raises(ValueError, match="x must be contiguous"):
+        ops.logits(randn(16, 2).T, packed)
+    with pytest.raises(ValueError, match=r"x is torch.bfloat16, the weight no gated pair of torch"):
+        ops.linear(x.bfloat16(), packed)
+    with pytest.raises(ValueError, match="the weight a gated pair"):
+        ops.linear(x, pair)
+    with pytest.raises(ValueError, match="the weight no gated pair"):
+        ops.gated_linear(x, packed, "silu")
+    for wrong in (randn(3, 8), randn(1, 8), randn(2, 8).bfloat16()):
+        with pytest.raises(ValueError, match="residual"):
+            ops.linear(x, packed, residual=wrong)
+    with pytest.raises(ValueError, match="bias"):
+        ops.linear(x, packed, bias=randn(1))
     with pytest.raises(TypeError, match="float32 or bfloat16"):
         ops.pack(torch.zeros(4, 4, dtype=torch.float16))
-    assert ops.linear(randn(0, 16), packed).shape == (0, 8)
+    with pytest.raises(ValueError, match=r"gate \(4, 4\).* and up \(5, 4\).* must match"):
+        ops.pack_gated(randn(4, 4), randn(5, 4))
+    with pytest.raises(ValueError, match="not a table of embeddings"):
+        ops.embedding(torch.zeros(1, dtype=torch.int32), pair)
+    for ids in ([-1], [0, 8]):
+        with pytest.raises(ValueError, match="outside the table of 8 rows"):
+            ops.embedding(torch.tensor(ids, dtype=torch.int32), packed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [*FORMS, "plain"])
+def test_a_launch_may_have_no_rows(name: str, dtype: torch.dtype) -> None:
+    ops, none = backend(name), torch.zeros(0, 16, dtype=dtype)
+    packed, pair = (p.to(dtype) for p in (randn(8, 16), randn(8, 16)))
+    assert ops.linear(none, ops.pack(packed)).shape == (0, 8)
+    assert ops.logits(none, ops.pack(packed)).shape == (0, 8)
+    assert ops.gated_linear(none, ops.pack_gated(packed, pair), "silu").shape == (0, 8)
+    assert ops.embedding(torch.zeros(0, dtype=torch.int32), ops.pack(packed)).shape == (0, 16)
+    assert ops.rms_norm(none, torch.ones(16), 1e-5).shape == (0, 16)
+    assert ops.log_sum_exp(torch.zeros(0, 40)).shape == (0,)
+    assert ops.argmax(torch.zeros(0, 40)).shape == (0,)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from lockstep.config import ConfigError, ModelOptions
-from lockstep.kernels import cpu, make_backend
+from lockstep.kernels import cpu, make_backend, tree
 from lockstep.kernels.cpu import build, torch_form
 from tests.kernels.support import randn
 
@@ -123,6 +124,22 @@ def test_the_torch_form_refuses_a_tile_that_moves(monkeypatch: pytest.MonkeyPatc
     ops = torch_form.TorchBackend(1)
     with pytest.raises(ConfigError, match="differently by its place"):
         ops.pack(randn(8, 16))
+    with pytest.raises(ConfigError, match="differently by its place"):
+        ops.kv_layer(
+            torch.zeros(1024), page_stride=1024, offset=0, kv_heads=1, head_dim=16, page_tokens=16
+        )
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("table", "value"), [("BLOCK", {"cpu": {64: 32, 128: 64}}), ("NORM_BLOCK", {"cpu": 32})]
+)
+def test_a_tree_that_the_forms_were_not_written_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: Literal["native", "torch"], table: str, value: object
+) -> None:
+    monkeypatch.setattr(tree, table, value)
+    with pytest.raises(ConfigError, match=r"kernels/tree\.py asks for"):
+        cpu.make_backend(name, 1)
 
 
 def test_a_pool_outlives_a_fork() -> None:

@@ -2,6 +2,7 @@
 
 Where does my class go?
 - `native.py`: the C++ form's Python face; `library.py`: its functions; `build.py` compiles them.
+- `operands.py`: what both forms ask of their operands.
 - `packed.h`: arguments in one block; `vec.h`: lanes and elementwise functions; `tiles.h`:
   register tiles; `product.h`: products of them; `threads.*`: the pool; `gemm.cpp`, `lora.cpp`,
   `attention.cpp`, `norm.*`, `sampling.cpp`: one room of operations each.

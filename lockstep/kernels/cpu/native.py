@@ -30,36 +30,23 @@ from lockstep.kernels.contract import (
     Weight,
 )
 from lockstep.kernels.cpu.library import HugePages, load_library
+from lockstep.kernels.cpu.operands import (
+    check_columns,
+    check_ids,
+    check_page,
+    check_pair,
+    check_qkv,
+    check_queries,
+    check_tree,
+    check_weight,
+    code,
+    like,
+    logit_rows,
+    rows_of,
+)
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-_BLOCK = 32  # keys a block in attention.cpp
-_NORM_BLOCK = 16  # lanes of the norm in norm.h
 _MAX_HEAD_DIM = 1024
-
-
-def _code(tensor: Tensor) -> int:
-    try:
-        return _DTYPES[tensor.dtype]
-    except KeyError:
-        raise TypeError(f"expected float32 or bfloat16, got {tensor.dtype}") from None
-
-
-def _rows(x: Tensor, width: int, what: str) -> int:
-    """Rows of a contiguous [R, width] tensor; a mismatch would read out of bounds."""
-    shape = x.shape
-    if len(shape) != 2 or shape[1] != width or not x.is_contiguous():
-        raise ValueError(f"{what} must be contiguous [R, {width}], got {tuple(shape)}")
-    return shape[0]
-
-
-def _like(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> int:
-    """Address of an operand of that shape and dtype."""
-    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-        raise ValueError(
-            f"{what} must be contiguous {shape} {dtype}, got {tuple(tensor.shape)} {tensor.dtype}"
-        )
-    return tensor.data_ptr()
 
 
 class NativeBackend(Backend):
@@ -75,11 +62,7 @@ class NativeBackend(Backend):
     device = torch.device("cpu")
 
     def __init__(self, threads: int) -> None:
-        if set(tree.BLOCK["cpu"].values()) != {_BLOCK} or tree.NORM_BLOCK["cpu"] != _NORM_BLOCK:
-            raise ConfigError(
-                f"kernels/tree.py asks for CPU blocks {tree.BLOCK['cpu']} and norm block "
-                f"{tree.NORM_BLOCK['cpu']}; the native kernels have {_BLOCK} and {_NORM_BLOCK}"
-            )
+        check_tree()
         self.threads = threads
         self._lib, self._built = load_library()
         self._pool = self._lib.lk_pool_new(threads)
@@ -107,21 +90,20 @@ class NativeBackend(Backend):
         return Weight(data=data, n=n, k=k, dtype=weight.dtype)
 
     def pack_gated(self, gate: Tensor, up: Tensor) -> Weight:
-        if gate.shape != up.shape or gate.dtype != up.dtype:
-            raise ValueError(f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must match")
+        check_pair(gate, up)
         f, k = gate.shape
         data = self._pack_parts((gate, up))
         return Weight(data=data, n=2 * f, k=k, dtype=gate.dtype, gated=True)
 
     def _pack_parts(self, parts: tuple[Tensor, ...]) -> Tensor:
         n, k = parts[0].shape
-        code = _code(parts[0])
-        size = self._lib.lk_packed_size(code, n, k)
+        kind = code(parts[0])
+        size = self._lib.lk_packed_size(kind, n, k)
         data = self._memory.empty(size * len(parts), parts[0].dtype)
         for index, part in enumerate(parts):
             source = part.detach().to("cpu").contiguous()
             self._lib.lk_pack(
-                self._pool, code, source.data_ptr(), n, k, data.data_ptr(), index, len(parts)
+                self._pool, kind, source.data_ptr(), n, k, data.data_ptr(), index, len(parts)
             )
         return data
 
@@ -132,7 +114,7 @@ class NativeBackend(Backend):
         for index in range(parts):
             self._lib.lk_unpack(
                 self._pool,
-                _code(weight.data),
+                code(weight.data),
                 weight.data.data_ptr(),
                 rows,
                 weight.k,
@@ -172,14 +154,6 @@ class NativeBackend(Backend):
 
     # --- layers ------------------------------------------------------------
 
-    @staticmethod
-    def _check_weight(x: Tensor, weight: Weight, gated: bool) -> int:
-        if weight.dtype != x.dtype or weight.gated != gated:
-            raise ValueError(
-                f"x is {x.dtype}, weight {weight.dtype}{' gated' if weight.gated else ''}"
-            )
-        return _rows(x, weight.k, "x")
-
     def linear(
         self,
         x: Tensor,
@@ -187,33 +161,28 @@ class NativeBackend(Backend):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        rows = self._check_weight(x, weight, gated=False)
+        rows = check_weight(x, weight, gated=False)
         out = torch.empty(rows, weight.n, dtype=x.dtype)
         self._lib.lk_linear(
             self._pool,
-            _DTYPES[x.dtype],
+            code(x),
             x.data_ptr(),
             rows,
             weight.data.data_ptr(),
             weight.n,
             weight.k,
-            *self._bias(bias, weight.n),
-            0 if residual is None else _like(residual, (rows, weight.n), x.dtype, "residual"),
+            *_bias(bias, weight.n),
+            _residual(residual, rows, weight.n, x.dtype),
             out.data_ptr(),
         )
         return out
 
-    @staticmethod
-    def _bias(bias: Tensor | None, n: int) -> tuple[int, int]:
-        """Address and dtype of an optional bias."""
-        return (0, 0) if bias is None else (_like(bias, (n,), bias.dtype, "bias"), _code(bias))
-
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
-        rows = self._check_weight(x, weight, gated=False)
+        rows = check_weight(x, weight, gated=False)
         out = torch.empty(rows, weight.n, dtype=torch.float32)
         self._lib.lk_logits(
             self._pool,
-            _code(x),
+            code(x),
             x.data_ptr(),
             rows,
             weight.data.data_ptr(),
@@ -224,11 +193,11 @@ class NativeBackend(Backend):
         return out
 
     def gated_linear(self, x: Tensor, weight: Weight, activation: Activation) -> Tensor:
-        rows = self._check_weight(x, weight, gated=True)
+        rows = check_weight(x, weight, gated=True)
         out = torch.empty(rows, weight.n // 2, dtype=x.dtype)
         self._lib.lk_gated(
             self._pool,
-            _DTYPES[x.dtype],
+            code(x),
             x.data_ptr(),
             rows,
             weight.data.data_ptr(),
@@ -256,19 +225,19 @@ class NativeBackend(Backend):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        rows = self._check_weight(x, weight, gated=False)
+        rows = check_weight(x, weight, gated=False)
         out = torch.empty(rows, weight.n, dtype=x.dtype)
         self._lib.lk_adapted_linear(
             self._pool,
-            _DTYPES[x.dtype],
+            code(x),
             x.data_ptr(),
             rows,
             weight.data.data_ptr(),
             weight.n,
             weight.k,
             *self._adapters(lora, weight, rows),
-            *self._bias(bias, weight.n),
-            0 if residual is None else _like(residual, (rows, weight.n), x.dtype, "residual"),
+            *_bias(bias, weight.n),
+            _residual(residual, rows, weight.n, x.dtype),
             out.data_ptr(),
         )
         return out
@@ -276,11 +245,11 @@ class NativeBackend(Backend):
     def adapted_gated_linear(
         self, x: Tensor, weight: Weight, lora: LoraRows, activation: Activation
     ) -> Tensor:
-        rows = self._check_weight(x, weight, gated=True)
+        rows = check_weight(x, weight, gated=True)
         out = torch.empty(rows, weight.n // 2, dtype=x.dtype)
         self._lib.lk_adapted_gated(
             self._pool,
-            _DTYPES[x.dtype],
+            code(x),
             x.data_ptr(),
             rows,
             weight.data.data_ptr(),
@@ -293,14 +262,13 @@ class NativeBackend(Backend):
         return out
 
     def embedding(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
-        if weight.gated:
-            raise ValueError("a gated pair is not a table of embeddings")
+        check_ids(ids, weight)
         ids = ids.to(torch.int32).contiguous()
         rounded = float(torch.tensor(scale, dtype=weight.dtype)) if scale != 1.0 else 1.0
         out = torch.empty(ids.shape[0], weight.k, dtype=weight.dtype)
         self._lib.lk_embedding(
             self._pool,
-            _code(weight.data),
+            code(weight.data),
             ids.data_ptr(),
             ids.shape[0],
             weight.data.data_ptr(),
@@ -320,19 +288,19 @@ class NativeBackend(Backend):
         residual: Tensor | None = None,
     ) -> Tensor:
         width = weight.shape[0]
-        rows = _rows(x, width, "x")
+        rows = rows_of(x, width, "x")
         out = torch.empty_like(x)
         self._lib.lk_rms_norm(
             self._pool,
-            _code(x),
+            code(x),
             x.data_ptr(),
             rows,
             width,
-            _like(weight, (width,), weight.dtype, "norm weight"),
-            _code(weight),
+            like(weight, (width,), weight.dtype, "norm weight").data_ptr(),
+            code(weight),
             eps,
             unit_offset,
-            0 if residual is None else _like(residual, (rows, width), x.dtype, "residual"),
+            _residual(residual, rows, width, x.dtype),
             out.data_ptr(),
         )
         return out
@@ -348,35 +316,29 @@ class NativeBackend(Backend):
         norm: QKNorm | None = None,
     ) -> Tensor:
         _, kv_heads, _, head_dim = kv.v.shape
-        rows = _rows(qkv, (q_heads + 2 * kv_heads) * head_dim, "qkv")
-        table, half = rope.cos.shape
-        if half != head_dim // 2 or kv.v.dtype != qkv.dtype:
-            raise ValueError(
-                f"qkv is {qkv.dtype} with heads of {head_dim}, the cache {kv.v.dtype} and the "
-                f"rotation's half {half}"
-            )
+        rows = check_qkv(qkv, positions, rope, kv, batch, q_heads)
         out = torch.empty(rows, q_heads, head_dim, dtype=qkv.dtype)
         q_norm = k_norm = norm_dtype = unit_offset = 0
         eps = 0.0
         if norm is not None:
-            q_norm = _like(norm.q, (head_dim,), norm.q.dtype, "query norm")
-            k_norm = _like(norm.k, (head_dim,), norm.q.dtype, "key norm")
-            norm_dtype, eps, unit_offset = _code(norm.q), norm.eps, norm.unit_offset
+            q_norm = like(norm.q, (head_dim,), norm.q.dtype, "query norm").data_ptr()
+            k_norm = like(norm.k, (head_dim,), norm.q.dtype, "key norm").data_ptr()
+            norm_dtype, eps, unit_offset = code(norm.q), norm.eps, norm.unit_offset
         self._lib.lk_write_kv(
             self._pool,
-            _code(qkv),
+            code(qkv),
             qkv.data_ptr(),
             rows,
-            _like(positions, (rows,), torch.int32, "positions"),
+            positions.data_ptr(),
             rope.cos.data_ptr(),
             rope.sin.data_ptr(),
-            table,
+            rope.cos.shape[0],
             kv.k.data_ptr(),
             kv.v.data_ptr(),
             kv.v.stride(0),
             kv.page_tokens,
             head_dim,
-            _like(batch.slots, (rows,), torch.int32, "slots"),
+            batch.slots.data_ptr(),
             q_heads,
             kv_heads,
             q_norm,
@@ -398,12 +360,12 @@ class NativeBackend(Backend):
     ) -> Tensor:
         rows, q_heads, head_dim = q.shape
         pages, kv_heads, page_tokens, _ = kv.v.shape
-        _like(q, (rows, q_heads, kv.v.shape[3]), kv.v.dtype, "q")
+        check_queries(q, kv)
         runs, columns = batch.page_table.shape
         out = torch.empty(rows, q_heads * head_dim, dtype=q.dtype)
         self._lib.lk_attention(
             self._pool,
-            _code(q),
+            code(q),
             q.data_ptr(),
             kv.k.data_ptr(),
             kv.v.data_ptr(),
@@ -446,10 +408,7 @@ class NativeBackend(Backend):
             raise ConfigError(
                 f"head_dim must be a multiple of 16, at most {_MAX_HEAD_DIM}, got {head_dim}"
             )
-        if _BLOCK % page_tokens:
-            raise ConfigError(
-                f"page_tokens must divide the attention block {_BLOCK}, got {page_tokens}"
-            )
+        check_page(page_tokens)
         if offset == 0:
             self._memory.advise(pool)
         size = kv_heads * page_tokens * head_dim
@@ -479,14 +438,8 @@ class NativeBackend(Backend):
 
     # --- sampling ------------------------------------------------------------
 
-    @staticmethod
-    def _logit_rows(logits: Tensor) -> int:
-        if logits.dtype != torch.float32:
-            raise TypeError(f"logits must be float32, got {logits.dtype}")
-        return _rows(logits, logits.shape[-1], "logits")
-
     def log_sum_exp(self, logits: Tensor) -> Tensor:
-        rows = self._logit_rows(logits)
+        rows = logit_rows(logits)
         out = torch.empty(rows, dtype=torch.float32)
         self._lib.lk_log_sum_exp(
             self._pool, logits.data_ptr(), rows, logits.shape[1], tree.VOCAB_BLOCK, out.data_ptr()
@@ -494,13 +447,13 @@ class NativeBackend(Backend):
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
-        rows = self._logit_rows(logits)
+        rows = logit_rows(logits)
         out = torch.empty(rows, dtype=torch.int64)
         self._lib.lk_argmax(self._pool, logits.data_ptr(), rows, logits.shape[1], out.data_ptr())
         return out
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Tensor:
-        rows = self._logit_rows(logits)
+        rows = logit_rows(logits)
         temperature = batch.temperature.to(torch.float32).contiguous()
         top_k = batch.top_k.to(torch.int32).contiguous()
         top_p = batch.top_p.to(torch.float32).contiguous()
@@ -508,9 +461,7 @@ class NativeBackend(Backend):
         seed = batch.seed.to(torch.int64).contiguous()
         choice = batch.choice.to(torch.int32).contiguous()
         position = batch.position.to(torch.int32).contiguous()
-        for tensor in (temperature, top_k, top_p, min_p, seed, choice, position):
-            if tensor.shape != (rows,):
-                raise ValueError(f"sampling parameters must be [{rows}], got {tensor.shape}")
+        check_columns(rows, temperature, top_k, top_p, min_p, seed, choice, position)
         out = torch.empty(rows, dtype=torch.int64)
         self._lib.lk_sample(
             self._pool,
@@ -527,3 +478,15 @@ class NativeBackend(Backend):
             out.data_ptr(),
         )
         return out
+
+
+def _bias(bias: Tensor | None, n: int) -> tuple[int, int]:
+    """Address and dtype of an optional bias."""
+    if bias is None:
+        return 0, 0
+    return like(bias, (n,), bias.dtype, "bias").data_ptr(), code(bias)
+
+
+def _residual(residual: Tensor | None, rows: int, width: int, dtype: torch.dtype) -> int:
+    """Address of an optional residual."""
+    return 0 if residual is None else like(residual, (rows, width), dtype, "residual").data_ptr()

@@ -32,9 +32,23 @@ from lockstep.kernels.contract import (
     SampleBatch,
     Weight,
 )
+from lockstep.kernels.cpu.operands import (
+    BLOCK,
+    check_columns,
+    check_ids,
+    check_page,
+    check_pair,
+    check_qkv,
+    check_queries,
+    check_tree,
+    check_weight,
+    code,
+    like,
+    logit_rows,
+    rows_of,
+)
 
 TILE = 16
-_BLOCK = 32
 _ACTIVATIONS = {"silu": exact.silu, "gelu_tanh": exact.gelu_tanh}
 
 
@@ -83,6 +97,7 @@ class TorchBackend(Backend):
     device = torch.device("cpu")
 
     def __init__(self, threads: int, chosen: str = "") -> None:
+        check_tree()
         self.threads = threads
         self._chosen = chosen
         self._proved: set[tuple[int, int, int]] = set()
@@ -105,6 +120,11 @@ class TorchBackend(Backend):
             prove_tile(n, k)
             self._proved.add(key)
 
+    def _prove_heads(self, head_dim: int) -> None:
+        """Prove the products of attention: scores, and sums of values."""
+        self.prove(BLOCK, head_dim)
+        self.prove(head_dim, BLOCK)
+
     def _product(self, x: Tensor, held: Tensor) -> Tensor:
         """x [R, K] times a held matrix transposed in float32, tile by tile: [R, its rows]."""
         rows, k = x.shape
@@ -121,6 +141,7 @@ class TorchBackend(Backend):
 
     def _hold(self, matrix: Tensor) -> Tensor:
         """Padded with zeros to whole tiles: narrow, odd shapes are those that fail the proof."""
+        code(matrix)
         n, k = matrix.shape
         data = torch.zeros(-(-n // TILE) * TILE, -(-k // TILE) * TILE)
         data[:n, :k] = matrix.detach()
@@ -132,6 +153,7 @@ class TorchBackend(Backend):
         return Weight(data=self._hold(weight), n=n, k=k, dtype=weight.dtype)
 
     def pack_gated(self, gate: Tensor, up: Tensor) -> Weight:
+        check_pair(gate, up)
         n, k = 2 * gate.shape[0], gate.shape[1]
         data = self._hold(torch.cat([gate, up]))
         return Weight(data=data, n=n, k=k, dtype=gate.dtype, gated=True)
@@ -154,17 +176,23 @@ class TorchBackend(Backend):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        return _finish(self.logits(x, weight), x.dtype, bias, residual)
+        check_weight(x, weight, gated=False)
+        return _finish(self._sums(x, weight), x.dtype, bias, residual)
 
-    def logits(self, x: Tensor, weight: Weight) -> Tensor:
+    def _sums(self, x: Tensor, weight: Weight) -> Tensor:
         return self._product(x, weight.data)[:, : weight.n].contiguous()
 
+    def logits(self, x: Tensor, weight: Weight) -> Tensor:
+        check_weight(x, weight, gated=False)
+        return self._sums(x, weight)
+
     def gated_linear(self, x: Tensor, weight: Weight, activation: Activation) -> Tensor:
-        return _gate(self.logits(x, weight), x.dtype, activation)
+        check_weight(x, weight, gated=True)
+        return _gate(self._sums(x, weight), x.dtype, activation)
 
     def _adapted(self, x: Tensor, weight: Weight, lora: LoraRows) -> Tensor:
         lora_ops.check_rows(lora, weight, x.shape[0])
-        return lora_ops.add_deltas(self.logits(x, weight), x, lora, self._product)
+        return lora_ops.add_deltas(self._sums(x, weight), x, lora, self._product)
 
     def adapted_linear(
         self,
@@ -174,14 +202,17 @@ class TorchBackend(Backend):
         bias: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
+        check_weight(x, weight, gated=False)
         return _finish(self._adapted(x, weight, lora), x.dtype, bias, residual)
 
     def adapted_gated_linear(
         self, x: Tensor, weight: Weight, lora: LoraRows, activation: Activation
     ) -> Tensor:
+        check_weight(x, weight, gated=True)
         return _gate(self._adapted(x, weight, lora), x.dtype, activation)
 
     def embedding(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
+        check_ids(ids, weight)
         rows = weight.data[ids.long(), : weight.k]
         if scale != 1.0:
             rows = rows * torch.tensor(scale, dtype=weight.dtype).float()
@@ -195,8 +226,12 @@ class TorchBackend(Backend):
         unit_offset: bool = False,
         residual: Tensor | None = None,
     ) -> Tensor:
+        rows = rows_of(x, weight.shape[0], "x")
         out = exact.rms_norm(x, weight, eps, unit_offset)
-        return out if residual is None else (residual.float() + out.float()).to(x.dtype)
+        if residual is None:
+            return out
+        like(residual, (rows, weight.shape[0]), x.dtype, "residual")
+        return (residual.float() + out.float()).to(x.dtype)
 
     def write_kv(
         self,
@@ -208,6 +243,7 @@ class TorchBackend(Backend):
         q_heads: int,
         norm: QKNorm | None = None,
     ) -> Tensor:
+        check_qkv(qkv, positions, rope, kv, batch, q_heads)
         return paged.write_kv(qkv, positions, rope, kv, batch, q_heads, norm, exact.rms_norm)
 
     def attention(
@@ -218,9 +254,11 @@ class TorchBackend(Backend):
         scale: float,
         window: int | None = None,
     ) -> Tensor:
-        head_dim = q.shape[2]
-        self.prove(_BLOCK, head_dim)
-        self.prove(head_dim, _BLOCK)
+        check_queries(q, kv)
+        rows, q_heads, head_dim = q.shape
+        if not rows:
+            return q.new_empty(0, q_heads * head_dim)
+        self._prove_heads(head_dim)
         return _Attention(q, kv, batch, scale, window).run()
 
     # --- cache memory --------------------------------------------------------
@@ -235,10 +273,8 @@ class TorchBackend(Backend):
         head_dim: int,
         page_tokens: int,
     ) -> KVLayer:
-        if _BLOCK % page_tokens:
-            raise ConfigError(
-                f"page_tokens must divide the attention block {_BLOCK}, got {page_tokens}"
-            )
+        check_page(page_tokens)
+        self._prove_heads(head_dim)  # at start-up, not under the first request
         return paged.kv_layer(pool, page_stride, offset, kv_heads, head_dim, page_tokens)
 
     def copy_pages(self, pool: Tensor, page_stride: int, pairs: Tensor) -> None:
@@ -247,12 +283,25 @@ class TorchBackend(Backend):
     # --- sampling ------------------------------------------------------------
 
     def log_sum_exp(self, logits: Tensor) -> Tensor:
+        logit_rows(logits)
         return exact.log_sum_exp(logits, tree.VOCAB_BLOCK)
 
     def argmax(self, logits: Tensor) -> Tensor:
+        logit_rows(logits)
         return exact.argmax(logits)
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Tensor:
+        rows = logit_rows(logits)
+        check_columns(
+            rows,
+            batch.temperature,
+            batch.top_k,
+            batch.top_p,
+            batch.min_p,
+            batch.seed,
+            batch.choice,
+            batch.position,
+        )
         drawn = [
             exact.sample_row(
                 logits[row],
@@ -267,7 +316,7 @@ class TorchBackend(Backend):
                     batch.position[row].long(),
                 ),
             )
-            for row in range(logits.shape[0])
+            for row in range(rows)
         ]
         return torch.tensor(drawn, dtype=torch.int64)
 
@@ -276,6 +325,10 @@ def _finish(
     acc: Tensor, dtype: torch.dtype, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
     """Bias, cast and residual of float32 accumulators [R, N]."""
+    if bias is not None:
+        like(bias, acc.shape[1:], bias.dtype, "bias")
+    if residual is not None:
+        like(residual, acc.shape, dtype, "residual")
     cast = (acc if bias is None else acc + bias.float()).to(dtype)
     return cast if residual is None else (residual.float() + cast.float()).to(dtype)
 
@@ -335,13 +388,13 @@ class _Attention:
         lanes = len(self.query)
         acc = torch.zeros(lanes, self.head_dim)
         top, total = torch.full((lanes,), -torch.inf), torch.zeros(lanes)
-        keys = torch.arange(_BLOCK)
-        for block in range(begin, end, _BLOCK):
-            active = ((self.lane_high > block) & (self.lane_low < block + _BLOCK)).nonzero()[:, 0]
+        keys = torch.arange(BLOCK)
+        for block in range(begin, end, BLOCK):
+            active = ((self.lane_high > block) & (self.lane_low < block + BLOCK)).nonzero()[:, 0]
             if not len(active):
                 continue
             tiles = self._tiles(block)
-            scores = torch.zeros(lanes, _BLOCK)
+            scores = torch.zeros(lanes, BLOCK)
             for members, k, _ in tiles:
                 scores[members] = self._tile(self.query[members], k)
             at = block + keys
@@ -367,7 +420,7 @@ class _Attention:
         return torch.mm(padded, matrix.T)[: len(rows)]
 
     def _tiles(self, block: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Lanes that see the same keys of the block, with keys [_BLOCK, E], values [E, _BLOCK].
+        """Lanes that see the same keys of the block, with keys [BLOCK, E], values [E, BLOCK].
 
         What they do not see reads as zero, so that no stale or later value enters.
         """
@@ -375,7 +428,7 @@ class _Attention:
         for run in range(len(self.starts) - 1):
             rows_of: dict[tuple[int, int], list[int]] = {}
             for row in range(self.starts[run], self.starts[run + 1]):
-                low, high = max(self.low[row], block), min(self.high[row], block + _BLOCK)
+                low, high = max(self.low[row], block), min(self.high[row], block + BLOCK)
                 if low < high:
                     rows_of.setdefault((low, high), []).append(row)
             for (low, high), rows in rows_of.items():
@@ -383,9 +436,9 @@ class _Attention:
                 first = torch.tensor(rows)[:, None] * self.q_heads
                 for head in range(k.shape[1]):
                     members = (first + head * self.group + torch.arange(self.group)[None]).flatten()
-                    keys = torch.zeros(_BLOCK, self.head_dim)
+                    keys = torch.zeros(BLOCK, self.head_dim)
                     keys[low - block : high - block] = k[:, head].float()
-                    values = torch.zeros(self.head_dim, _BLOCK)
+                    values = torch.zeros(self.head_dim, BLOCK)
                     values[:, low - block : high - block] = v[:, head].float().T
                     tiles += [(chunk, keys, values) for chunk in torch.split(members, TILE)]
         return tiles
