@@ -344,38 +344,56 @@ def judge_and_answer(server: Server, console: Console, tokens: int) -> bool:
         thread.start()
     for thread in threads:
         thread.join()
-    table = Table(box=None, pad_edge=False)
-    table.add_column("question", style="cyan")
-    table.add_column("meant", style="dim", no_wrap=True)
-    table.add_column("judge says", no_wrap=True)
-    table.add_column("answer, if there is one", ratio=1)
-    table.add_column("bits without the judge", no_wrap=True)
     passed = True
-    for (meant, _documents, _question), answer, body in zip(JUDGED, answers, bodies, strict=True):
+    for (meant, documents, _question), answer, body in zip(JUDGED, answers, bodies, strict=True):
         if answer.error:
             console.print(answer.error, style="red")
             return False
-        option = answer.decision["option"]
-        said = f"{option} {answer.decision['probabilities'][option]:.2f}"
-        bits = Text("-", "dim")
+        plain = None
         if answer.finish != "gate":
             plain = Answer(answer.question)
             server.stream(plain, body)
-            same = plain.bits() == answer.bits() and bool(plain.tokens)
-            passed = passed and same
-            bits = Text("equal", "green") if same else Text("DIFFER", "bold red")
-        text = " ".join(answer.text.split()) or "(nothing was written)"
-        style = "" if option == meant else "yellow"
-        table.add_row(answer.question, meant, Text(said, style), text, bits)
-    console.print(table)
+            passed = passed and plain.bits() == answer.bits() and bool(plain.tokens)
+        console.print(shown(meant, documents, answer, plain))
     right = sum(
         a.decision["option"] == meant for a, (meant, *_) in zip(answers, JUDGED, strict=True)
     )
     console.print(
-        f"  {right} of {len(JUDGED)} decisions as meant; examples/groundedness has the figures",
+        f"  {right} of {len(JUDGED)} decisions as they should be; examples/groundedness has the "
+        "figures of 400 others",
         style="dim",
     )
     return passed
+
+
+def shown(meant: str, documents: str, answer: Answer, plain: Answer | None) -> Table:
+    """One judged question: what was read, what the judge says of it, what was written.
+
+    Args:
+        plain: the answer without the judge; None where nothing was written.
+    """
+    found = answer.decision["probabilities"]
+    best = answer.decision["option"]
+    others = ", ".join(f"{name} {p:.2f}" for name, p in found.items() if name != best)
+    right = best == meant
+    said = Text(f"{best} {found[best]:.2f}", "bold green" if right else "bold yellow")
+    said.append(f"  ({others})" + ("" if right else f"; it should be {meant}"), "dim not bold")
+    if plain is None:
+        written = Text("nothing is written: the gate stays closed", "dim")
+    else:
+        written = Text(" ".join(answer.text.split()))
+        same = plain.bits() == answer.bits() and bool(plain.tokens)
+        note = "the same bits without the judge" if same else "OTHER BITS without the judge"
+        written.append(f"  [{note}]", "green" if same else "bold red")
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True, justify="right")
+    table.add_column(overflow="fold")
+    table.add_row("documents", Text(documents, "dim"))
+    table.add_row("question", Text(answer.question, "cyan"))
+    table.add_row("judge", said)
+    table.add_row("answer", written)
+    table.add_row("", "")
+    return table
 
 
 def run_control(console: Console, model: str, threads: int, prompts: list[list[int]]) -> bool:
@@ -453,8 +471,9 @@ def main() -> int:
         passed = compare(console, crowd, alone)
         if server.judges:
             console.print(
-                "\n[bold]4. One model judges and answers[/]: a trained branch of 2 MB decides "
-                "whether the documents hold the answer; if they do, it is written, in one request\n"
+                "\n[bold]4. One model judges and answers[/]: in the same request a trained branch "
+                "of 2 MB first decides what to do (answer from the documents, search for more, or "
+                "refuse); only then, and only if it says answer, is an answer written\n"
             )
             passed = judge_and_answer(server, console, options.tokens) and passed
     except RuntimeError as error:
