@@ -32,6 +32,13 @@ DEFAULT_LEDGER = Path("verify-ledger.jsonl")
 ReportPath = Annotated[
     Path | None, typer.Option("--report", help="Write the report there: .md, else HTML.")
 ]
+Wait = Annotated[
+    float,
+    typer.Option(
+        min=0.0, help="Seconds to wait for a server that is still starting; 0 asks at once."
+    ),
+]
+DEFAULT_WAIT = 60.0
 
 
 @app.callback()
@@ -44,6 +51,7 @@ def compare(
     rule: Annotated[Path, typer.Argument(help="A YAML file, see docs/verify.md.")],
     ledger: LedgerPath = DEFAULT_LEDGER,
     report: ReportPath = None,
+    wait: Wait = DEFAULT_WAIT,
     print_hash: Annotated[
         bool, typer.Option("--print-hash", help="Only say the rule's hash; ask nothing.")
     ] = False,
@@ -67,7 +75,7 @@ def compare(
     subject = f"{fixed.name}: {a.name} and {b.name}"
     with Ledger(ledger).run("compare", rule=fixed.hash, subject=subject) as run:
         typer.echo(f"rule {fixed.hash}", err=True)
-        found = asyncio.run(_compare(fixed, a, b))
+        found = asyncio.run(_compare(fixed, a, b, wait))
         record = run.finish(
             found.verdict.value, figures(found), details(found), reason=found.reason
         )
@@ -76,15 +84,28 @@ def compare(
     raise typer.Exit(EXIT[found.verdict])
 
 
-async def _compare(rule: Rule, a: Endpoint, b: Endpoint) -> Comparison:
+async def _compare(rule: Rule, a: Endpoint, b: Endpoint, wait: float) -> Comparison:
     from lockstep.progress import command_progress
     from lockstep.verify.compare import compare as run
 
-    with command_progress("asking", 1.0) as advance:
-        async with a, b:
+    async with a, b:
+        await ready(wait, a, b, chat=bool(rule.items[0].request.messages))
+        with command_progress("asking", 1.0) as advance:
             return await run(
                 rule, a, b, lambda done, of: advance(done / of, f"{done} of {of} answers")
             )
+
+
+async def ready(seconds: float, *endpoints: Endpoint, chat: bool = True) -> None:
+    """Wait for servers that are still starting, and say so.
+
+    Raises:
+        EndpointError: one is not there in time.
+    """
+    from lockstep.verify.readiness import wait_until_ready
+
+    for one in endpoints:
+        await wait_until_ready(one, seconds, chat=chat, say=lambda text: typer.echo(text, err=True))
 
 
 @app.command()
@@ -109,6 +130,7 @@ def noise(
     ] = 2,
     prefill_words: Annotated[int, typer.Option(min=1, help="Words of a long prompt.")] = 800,
     timeout: Annotated[float, typer.Option(help="Seconds of one answer.")] = 120.0,
+    wait: Wait = DEFAULT_WAIT,
     ledger: LedgerPath = DEFAULT_LEDGER,
     report: ReportPath = None,
 ) -> None:
@@ -135,20 +157,21 @@ def noise(
         url, model, key_from(api_key_env), timeout, connections=concurrency + prefills
     )
     with Ledger(ledger).run("noise", rule=plan.hash, subject=endpoint.name) as run:
-        found = asyncio.run(_noise(plan, endpoint))
+        found = asyncio.run(_noise(plan, endpoint, wait))
         run.finish(found.verdict, figures(found), reason=reason_of(found))
     show(report_of(found, endpoint.name), report)
     raise typer.Exit({"zero": 0, "noisy": 1}.get(found.verdict, NO_VERDICT))
 
 
-async def _noise(plan: Plan, endpoint: Endpoint) -> Noise:
+async def _noise(plan: Plan, endpoint: Endpoint, wait: float) -> Noise:
     from dataclasses import replace
 
     from lockstep.progress import command_progress
     from lockstep.verify.noise import measure, without_unknown
 
-    with command_progress("asking", 1.0) as advance:
-        async with endpoint:
+    async with endpoint:
+        await ready(wait, endpoint, chat=bool(plan.items[0].request.messages))
+        with command_progress("asking", 1.0) as advance:
             found = await measure(
                 await without_unknown(plan, endpoint),
                 endpoint,
@@ -164,32 +187,36 @@ def self_test(
     device: options.Device = "auto",
     backend: options.BackendName = "auto",
     threads: options.Threads = 0,
+    branch: options.BranchFolders = None,
     ledger: LedgerPath = DEFAULT_LEDGER,
     report: ReportPath = None,
 ) -> None:
     """Does the determinism contract hold here, with this model? Point by point, in minutes.
 
+    With --branch also for decisions and gates of trained branches, beside answers.
     Ends with status 1 if a point fails.
     """
     require_extra()
     from lockstep.settings import engine_config
     from lockstep.verify.ledger import Ledger
-    from lockstep.verify.selftest import Outcome, plan_hash, reason_of, report_of, verdict_of
+    from lockstep.verify.outcome import Outcome
+    from lockstep.verify.selftest import plan_hash, reason_of, report_of, verdict_of
     from lockstep.verify.selftest import self_test as examine
 
     settings = options.engine_settings(
         dtype=dtype, device=device, backend=backend, threads=threads, max_context=0, cache_mb=0
     )
+    folders = options.branch_folders(branch)
     chosen = engine_config(model, **settings).model
     outcomes: list[Outcome] = []
     words = {True: "holds", False: "FAILS", None: "not examined"}
-    with Ledger(ledger).run("self", rule=plan_hash(chosen), subject=model) as run:
-        for outcome in examine(chosen):
+    with Ledger(ledger).run("self", rule=plan_hash(chosen, folders), subject=model) as run:
+        for outcome in examine(chosen, folders):
             outcomes.append(outcome)
             typer.echo(f"{words[outcome.passed]}: {outcome.point}", err=True)
         figures = {outcome.point: [outcome.passed, outcome.detail] for outcome in outcomes}
         run.finish(verdict_of(outcomes), figures, reason=reason_of(outcomes))
-    show(report_of(outcomes, model), report)
+    show(report_of(outcomes, model, folders), report)
     if verdict_of(outcomes) == "fail":
         raise typer.Exit(1)
 

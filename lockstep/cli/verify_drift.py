@@ -14,9 +14,12 @@ from lockstep import __version__
 from lockstep.cli import options
 from lockstep.cli.verify import (
     DEFAULT_LEDGER,
+    DEFAULT_WAIT,
     LedgerPath,
     ReportPath,
+    Wait,
     key_from,
+    ready,
     require_extra,
     show,
 )
@@ -80,6 +83,7 @@ def watch(
     model: ModelOption = "",
     api_key_env: KeyOption = "",
     timeout: Timeout = 120.0,
+    wait: Wait = DEFAULT_WAIT,
     concurrency: Concurrency = 4,
     replica_header: Annotated[
         str, typer.Option(help="The header of replies that names the replica.")
@@ -99,6 +103,7 @@ def watch(
             rich_help_panel=_TELL,
         ),
     ] = "",
+    ledger: LedgerPath = DEFAULT_LEDGER,
 ) -> None:
     """Has a server changed since a good day? Asks thirty short questions a round.
 
@@ -107,18 +112,21 @@ def watch(
     require_extra()
     import httpx
 
+    from lockstep.verify.canonical import digest
     from lockstep.verify.drift.monitor import Monitor
     from lockstep.verify.drift.passive import PassiveWatch
     from lockstep.verify.drift.probes import default_probes
     from lockstep.verify.drift.publish import Metrics, Publisher, Webhook
+    from lockstep.verify.drift.record import Recorder
     from lockstep.verify.drift.replica import HEADERS, ReplicaTransport
     from lockstep.verify.drift.watch import Watch
     from lockstep.verify.endpoint import Endpoint
+    from lockstep.verify.ledger import Ledger
 
     key = key_from(api_key_env)
     check_urls(url, *(also or []))
 
-    async def run(stack: ExitStack) -> Status:
+    async def run(stack: ExitStack, recorder: Recorder) -> Status:
         async with httpx.AsyncClient(timeout=30.0) as client:
             hook = Webhook(webhook, url, client) if webhook else None
 
@@ -131,6 +139,11 @@ def watch(
             if passive:
                 path = state or Path("passive-state.json")
                 counters = _counters(alpha, learn, path)
+
+                def scraped(status: Status, failure: str) -> None:
+                    _say_counters(status, counters, failure)
+                    recorder.round(status)
+
                 # A client of its own: the webhook must not see the server's key.
                 headers = {"Authorization": f"Bearer {key}"} if key else {}
                 async with httpx.AsyncClient(headers=headers, timeout=30.0) as scraper:
@@ -141,7 +154,7 @@ def watch(
                         interval,
                         path,
                         publish(counters),
-                        lambda status, failure: _say_counters(status, counters, failure),
+                        scraped,
                     )
                     return await reading.run(rounds)
             transport = ReplicaTransport(headers=[replica_header] if replica_header else HEADERS)
@@ -149,12 +162,18 @@ def watch(
                 url, model, key, timeout, connections=concurrency, transport=transport
             ) as endpoint:
                 known = await _baseline(
-                    endpoint, baseline, baseline_rounds, concurrency, baseline_interval
+                    endpoint, baseline, baseline_rounds, concurrency, baseline_interval, wait
                 )
+                recorder.baseline(baseline)
                 path = state or baseline.with_suffix(".state.json")
                 monitor = Monitor(default_probes(), known, alpha=alpha, exact=exact)
                 if path.exists():
                     monitor.load(path)
+
+                def told(status: Status, failure: str) -> None:
+                    _say(status, monitor, failure)
+                    recorder.round(status)
+
                 asking = Watch(
                     endpoint,
                     default_probes(),
@@ -164,12 +183,21 @@ def watch(
                     concurrency,
                     path,
                     publish(monitor),
-                    lambda status, failure: _say(status, monitor, failure),
+                    told,
                 )
                 return await asking.run(rounds)
 
-    with ExitStack() as stack:
-        status = asyncio.run(run(stack))
+    settings = {"alpha": alpha, "learn": learn} if passive else {"alpha": alpha, "exact": exact}
+    rule = digest({"watch": __version__, "passive": passive, **settings})
+    subject = " and ".join((url, *(also or [])))
+    with ExitStack() as stack, Ledger(ledger).run("watch", rule=rule, subject=subject) as record:
+        recorder = Recorder(record)
+        try:
+            status = asyncio.run(run(stack, recorder))
+        except KeyboardInterrupt:
+            recorder.finish("stopped by hand")
+            raise
+        recorder.finish()
     raise typer.Exit(EXIT_CODES[status.state.value])
 
 
@@ -182,7 +210,7 @@ def check_urls(*urls: str) -> None:
 
 
 async def _baseline(
-    endpoint: Endpoint, path: Path, count: int, concurrency: int, pause: float
+    endpoint: Endpoint, path: Path, count: int, concurrency: int, pause: float, wait: float
 ) -> Baseline:
     """The file's, or a new one."""
     from lockstep.progress import command_progress
@@ -193,6 +221,7 @@ async def _baseline(
     probes = default_probes()
     if path.exists():
         return Baseline.load(path, probes)
+    await ready(wait, endpoint)
     await endpoint.model()  # a server that is not there has no good day
     with command_progress("baseline", 1.0) as advance:
         known = await take_baseline(
@@ -272,6 +301,7 @@ def provider(
     draws: Annotated[int, typer.Option(min=1, help="Draws of one token from either side.")] = 200,
     timeout: Timeout = 120.0,
     concurrency: Concurrency = 8,
+    wait: Wait = DEFAULT_WAIT,
     ledger: LedgerPath = DEFAULT_LEDGER,
     report: ReportPath = None,
 ) -> None:
@@ -294,6 +324,7 @@ def provider(
             Endpoint(a, model_a, key_from(key_a), timeout, connections=concurrency) as one,
             Endpoint(b, model_b, key_from(key_b), timeout, connections=concurrency) as other,
         ):
+            await ready(wait, one, other)
             await one.model()
             await other.model()
             found = await check_provider(
@@ -330,6 +361,7 @@ def quality(
     key_base: Annotated[str, typer.Option(help="Environment variable with an API key.")] = "",
     key_changed: Annotated[str, typer.Option(help="Environment variable with an API key.")] = "",
     timeout: Timeout = 600.0,
+    wait: Wait = DEFAULT_WAIT,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     backend: options.BackendName = "auto",
@@ -361,8 +393,10 @@ def quality(
 
     async def run() -> Checked:
         async with AsyncExitStack() as stack:
-            one = await _subject(stack, base, model_base, key_base, timeout, settings)
-            other = await _subject(stack, changed, model_changed, key_changed, timeout, settings)
+            one = await _subject(stack, base, model_base, key_base, timeout, wait, settings)
+            other = await _subject(
+                stack, changed, model_changed, key_changed, timeout, wait, settings
+            )
             return await check_quality(
                 one, other, asked, lambda stage: typer.echo(f"{stage} ...", err=True)
             )
@@ -381,13 +415,17 @@ async def _subject(
     model: str,
     key: str,
     timeout: float,
+    wait: float,
     settings: EngineSettings,
 ) -> Subject:
     """A url's server, or a model in this process; closed with the stack."""
     from lockstep.verify.quality.subject import HTTPSubject, LocalSubject
 
     if name.startswith(("http://", "https://")):
-        return await stack.enter_async_context(HTTPSubject(name, model, key_from(key), timeout))
+        made = HTTPSubject(name, model, key_from(key), timeout)
+        subject = await stack.enter_async_context(made)
+        await ready(wait, subject.endpoint, chat=False)
+        return subject
     from lockstep.llm import LLM
 
     llm = stack.enter_context(LLM(name, **settings))

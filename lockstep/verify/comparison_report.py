@@ -198,6 +198,12 @@ def _counts(found: Comparison, known: dict[str, Any]) -> Section:
         text.append(
             f"{found.tally.unread} requests could not be compared: {shortened(failures, 400)}."
         )
+        if any(why.endswith(": timeout") for why in known["failures"]):
+            text.append(
+                "An answer's time includes its wait in the server's queue: a server that answers "
+                "one request after the other wants a longer `timeout` in the rule, or a lower "
+                "`concurrency`."
+            )
     plot = shares_plot(
         names,
         [known[key]["count"] / of for key in keys],

@@ -25,6 +25,7 @@ __all__ = [
     "Endpoint",
     "EndpointError",
     "LocalEndpoint",
+    "NotReady",
     "ProbeRequest",
     "Reading",
     "Source",
@@ -36,10 +37,16 @@ MAX_REPLY_BYTES = 64 << 20
 CONNECTIONS = 64
 SECRET = 6  # characters
 TIMEOUT = 120.0
+# What servers, and proxies before them, say of a server that is not there yet.
+STARTING = frozenset({425, 502, 503, 504})
 
 
 class EndpointError(LockstepError):
     """A deployment that cannot be asked at all: a bad url, no model to name."""
+
+
+class NotReady(EndpointError):
+    """A deployment that cannot be asked yet, and perhaps later."""
 
 
 class Source(Protocol):
@@ -156,7 +163,8 @@ class Endpoint:
         that is served, adapters and branches of it aside.
 
         Raises:
-            EndpointError: the server cannot be asked, or serves no or several models.
+            NotReady: the server does not answer, or serves no model.
+            EndpointError: it answers otherwise, or serves several.
         """
         async with self._asking_model:
             if not self._model:
@@ -167,13 +175,17 @@ class Endpoint:
         try:
             async with asyncio.timeout(self._timeout):
                 reply = await self._client.get(f"{self.url}/models")
+            if reply.status_code in STARTING:
+                raise NotReady(f"{self.url}/models: status {reply.status_code}")
             reply.raise_for_status()
             # One with a parent is an adapter, or a branch, of another that is served too.
             names = [
                 str(one["id"]) for one in loads(reply.content)["data"] if not one.get("parent")
             ]
         except TimeoutError:
-            raise EndpointError(f"{self.url}/models: timeout") from None
+            raise NotReady(f"{self.url}/models: timeout") from None
+        except httpx.TransportError as error:
+            raise NotReady(f"{self.url}/models: {_said(error)}") from None
         except (
             httpx.HTTPError,
             ValueError,
@@ -184,10 +196,9 @@ class Endpoint:
         ) as error:
             raise EndpointError(f"{self.url}/models: {_said(error)}") from None
         if len(names) != 1:
+            kind = EndpointError if names else NotReady  # some list a model once it was asked for
             served = ", ".join(names) or "none"
-            raise EndpointError(
-                f"{self.url} serves {served}: name one model (--model, or in the rule)"
-            )
+            raise kind(f"{self.url} serves {served}: name one model (--model, or in the rule)")
         return names[0]
 
     async def ask(self, request: ProbeRequest) -> Reading:
@@ -202,9 +213,9 @@ class Endpoint:
         async with self._slots:
             began = time.perf_counter()
             try:
-                body = {**request.body(await self.model()), **self._extra}
+                await self.model()  # not in the answer's time
                 began = time.perf_counter()
-                status, content = await self.post(request.path, body)
+                status, content = await self.send(request)
             except TimeoutError:
                 return Reading(False, error="timeout", seconds=time.perf_counter() - began)
             except EndpointError as error:
@@ -218,6 +229,14 @@ class Endpoint:
         if status != httpx.codes.OK:
             return refusal(status, content, seconds)
         return read(content, chat=bool(request.messages), seconds=seconds)
+
+    async def send(self, request: ProbeRequest) -> tuple[int, bytes]:
+        """As `post`, of a probe.
+
+        Raises:
+            EndpointError: as `model`.
+        """
+        return await self.post(request.path, {**request.body(await self.model()), **self._extra})
 
     async def post(self, path: str, body: dict[str, object]) -> tuple[int, bytes]:
         """The status and the content of a reply. Waits for no slot: that is the caller's.

@@ -7,7 +7,8 @@ was cut off, nor that somebody wrote all of it anew: for that, keep the head's h
 else (a commit, a CI log, a mail) and give it to `check`.
 
 A run writes two records: one before its first request, which fixes the rule's hash, and one
-at its end. A run that crashed, or whose verdict nobody liked, has left its first.
+at its end; one that goes on for months also notes what is new in between. A run that crashed,
+or whose verdict nobody liked, has left its first.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lockstep.verify.canonical import canonical_bytes, digest
 from lockstep.verify.environment import hardware, versions
 
 GENESIS = "0" * 64
-STARTED, ENDED, REPAIRED = "run.started", "run.ended", "repaired"
+STARTED, NOTED, ENDED, REPAIRED = "run.started", "run.noted", "run.ended", "repaired"
 ERROR = "error"  # the verdict of a run that an exception ended
 
 
@@ -156,6 +157,10 @@ class Run:
             fields["details"] = self._write(details)
         self.ended = True
         return self.ledger.append(ENDED, fields)
+
+    def note(self, fields: Mapping[str, Any]) -> Record:
+        """Put on record what a long run found before its end; JSON values."""
+        return self.ledger.append(NOTED, {"run": self.id, **fields})
 
     def _write(self, details: Any) -> Record:
         folder = details_folder(self.ledger.path)

@@ -23,6 +23,7 @@ from lockstep.verify.scoring import Expectation
 
 Share = Annotated[float, Meta(ge=0, lt=1)]
 T = TypeVar("T")
+MERGE = "tag:yaml.org,2002:merge"
 MOST_TEXT = 1 << 20  # characters of the YAML; its reader takes seconds for more
 MOST_VALUES = 1_000_000  # in the document, a value counted wherever an alias repeats it
 
@@ -225,6 +226,8 @@ def parse(text: str, folder: Path = Path()) -> Rule:
     try:
         value = yaml.load(text, Loader=_OnceLoader)
         values = _count(value, {})
+    except RuleError:
+        raise
     # PyYAML's numbers and dates raise ValueError where they are none.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RuleError(f"not YAML: {' '.join(str(error).split())}") from None
@@ -347,11 +350,17 @@ def _convert(value: Any, kind: type[T]) -> T:
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """YAML's safe form, in which no key stands twice: the first would be lost in silence."""
+    """YAML's safe form, in which no key stands twice: the first would be lost in silence. For
+    the same reason there are no merge keys, whose fields give way to others without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
         for key_node, _ in node.value:
+            if key_node.tag == MERGE:
+                raise RuleError(
+                    f"line {key_node.start_mark.line + 1}: merge keys (<<) are not read: write the "
+                    "fields out, or put those of every request into defaults"
+                )
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 continue  # refused below

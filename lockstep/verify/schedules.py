@@ -8,12 +8,20 @@ from __future__ import annotations
 import random
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.config import CacheConfig, ConfigError, EngineConfig, ModelOptions, SchedulerConfig
+from lockstep.branch import Branch, read_branch
+from lockstep.config import (
+    BranchOptions,
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    ModelOptions,
+    SchedulerConfig,
+)
 from lockstep.types import (
     FinishReason,
     Gate,
@@ -115,7 +123,7 @@ class Ran:
 
     Attributes:
         answers: of each request and choice, the tokens, the ids reported beside them, and the
-            bits of every logprob.
+            bits of every logprob and of a branch's outputs.
         cached: prompt tokens of each request that came from the prefix cache.
         steps, preemptions: of the engine, in this run.
     """
@@ -166,6 +174,22 @@ def run(engine: Engine, work: Sequence[Request], late: Request | None = None) ->
     )
 
 
+def alone(
+    world: World,
+    asked: Sequence[Request],
+    runner: Runner | None = None,
+    *,
+    branches: bool = False,
+) -> Answers:
+    """Answers of each request alone, with a cold cache."""
+    found: Answers = {}
+    engine = world.engine(runner, branches=branches)
+    for request in asked:
+        engine.flush_cache()
+        found |= run(engine, [request]).answers
+    return found
+
+
 def _packed(outputs: Sequence[SequenceOutput]) -> Answer:
     entries = [entry for output in outputs for entry in output.logprobs]
     for output in outputs:
@@ -173,6 +197,7 @@ def _packed(outputs: Sequence[SequenceOutput]) -> Answer:
     values = [value for e in entries for value in (e.logprob, *(v for _, v in e.top))]
     named = [number for e in entries for number in (e.token, e.rank, *(t for t, _ in e.top))]
     for output in outputs:
+        values += output.scores
         if output.gate is not None:
             named.append(output.gate.chosen)
             values += [*output.gate.logprobs, *output.gate.probabilities, output.gate.mass]
@@ -185,32 +210,54 @@ class World:
 
     Args:
         options: what to load; graphs are used where they are by default.
+        folders: of branches, by name.
+
+    Attributes:
+        branches: what their descriptions say, by name.
 
     Raises:
         LockstepError: it does not load.
     """
 
-    def __init__(self, options: ModelOptions) -> None:
+    def __init__(self, options: ModelOptions, folders: Mapping[str, str] | None = None) -> None:
         from lockstep.runner import load_runner
 
         self.options = options
+        self._load = tuple((folders or {}).items())
+        self.branches: dict[str, Branch] = {n: read_branch(folder) for n, folder in self._load}
         self._runner = load_runner(
             EngineConfig(
                 model=options,
                 # On a GPU the default would take all of its memory.
                 cache=CacheConfig(memory_bytes=CUDA_POOL if _on_cuda(options) else 0),
                 scheduler=SchedulerConfig(max_context=CONTEXT),
+                branches=BranchOptions(load=self._load),
             )
         )
         self.info = self._runner.info()
         self.context = self._runner.max_context
 
-    def engine(self, runner: Runner | None = None, **settings: Any) -> Engine:
-        """An engine with a cold cache, on the model's own runner or another."""
+    def engine(
+        self,
+        runner: Runner | None = None,
+        *,
+        branches: bool = False,
+        depth: Literal["full", "exit"] = "full",
+        **settings: Any,
+    ) -> Engine:
+        """An engine with a cold cache, on the model's own runner or another.
+
+        Args:
+            branches: whether it serves them. depth: see `BranchOptions`.
+            settings: of its scheduler.
+        """
         from lockstep.engine.loop import Engine
 
         taken = runner or self._runner
-        return Engine(taken, SchedulerConfig(**settings), CacheConfig(), taken.info())
+        served = BranchOptions(load=self._load if branches else (), depth=depth)
+        return Engine(
+            taken, SchedulerConfig(**settings), CacheConfig(), taken.info(), branches=served
+        )
 
     def plain_runner(self, slabs: int = PLAIN_SLABS) -> Runner:
         """Another runner over the same weights, without graphs.
@@ -254,23 +301,38 @@ class World:
         This breaks the promise on purpose, for as long as the context is open.
         """
         backend: Any = self._runner.backend
-        whole = backend.linear
+        whole, adapted = backend.linear, backend.adapted_linear
 
         def linear(x: Any, weight: Any, bias: Any = None, residual: Any = None) -> Any:
             if x.shape[0] > FEW_ROWS:
                 return whole(x, weight, bias, residual)
-            low, high = x.clone(), x.clone()
-            half = x.shape[1] // 2
-            low[:, half:] = 0
-            high[:, :half] = 0
+            low, high = _halves(x)
             out = whole(low, weight, bias) + whole(high, weight)
             return out if residual is None else residual + out
 
-        backend.linear = linear
+        def adapted_linear(
+            x: Any, weight: Any, lora: Any, bias: Any = None, residual: Any = None
+        ) -> Any:
+            if x.shape[0] > FEW_ROWS:
+                return adapted(x, weight, lora, bias, residual)
+            low, high = _halves(x)
+            out = adapted(low, weight, lora, bias) + adapted(high, weight, lora)
+            return out if residual is None else residual + out
+
+        backend.linear, backend.adapted_linear = linear, adapted_linear
         try:
             yield
         finally:
-            del backend.linear
+            del backend.linear, backend.adapted_linear
+
+
+def _halves(x: Any) -> tuple[Any, Any]:
+    """Rows in two, along K: the rest of either is zero."""
+    low, high = x.clone(), x.clone()
+    half = x.shape[1] // 2
+    low[:, half:] = 0
+    high[:, :half] = 0
+    return low, high
 
 
 def _on_cuda(options: ModelOptions) -> bool:

@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import json
 import random
-import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 import msgspec
 
+from lockstep.branch import read_branch
 from lockstep.config import ModelOptions
 from lockstep.types import Request
+from lockstep.verify.branch_points import branch_points
 from lockstep.verify.canonical import digest
+from lockstep.verify.outcome import Outcome, compared
 from lockstep.verify.report import Report, Section
 from lockstep.verify.schedules import (
     FEW_ROWS,
     STRANGERS,
     Answers,
     World,
+    alone,
     probes,
     renamed,
     run,
@@ -33,41 +36,29 @@ from lockstep.verify.schedules import (
     urgent,
 )
 
-if TYPE_CHECKING:
-    from lockstep.runner.runner import Runner
-
 CHUNKS = (7, 64, 512)
 
+NO_BRANCH = "trained branches: name them with --branch NAME=FOLDER"
 NOT_COVERED = (
     "the HTTP server and its text work: `lockstep verify noise URL`",
-    "adapters, and decisions of trained branches: they need one to load",
     "speculation: this engine has none",
     "grammars: their masks are integers, the draw below them is covered",
     "other machines, device kinds and dtypes: there the fingerprint differs, and bits may",
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One point of the contract.
-
-    Attributes:
-        passed: None when it could not be examined here.
-        detail: what was compared, or how it differs.
-    """
-
-    point: str
-    passed: bool | None
-    detail: str
-
-
-def self_test(options: ModelOptions) -> Iterator[Outcome]:
+def self_test(
+    options: ModelOptions, branches: Mapping[str, str] | None = None
+) -> Iterator[Outcome]:
     """Every point, as it is examined.
 
+    Args:
+        branches: folders of trained branches, by name.
+
     Raises:
-        LockstepError: the model does not load, or the engine fails.
+        LockstepError: the model or a branch does not load, or the engine fails.
     """
-    world = World(options)
+    world = World(options, branches)
     info = world.info
     yield Outcome(
         "loads",
@@ -79,6 +70,7 @@ def self_test(options: ModelOptions) -> Iterator[Outcome]:
     examined = _Examination(world, asked)
     yield from examined.points()
     yield from _threads(options, world, examined.expected, asked)
+    yield from branch_points(world, examined.expected, asked)
     yield examined.control()
 
 
@@ -199,16 +191,6 @@ class _Examination:
         return Outcome(point, True, f"K cut in two for up to {FEW_ROWS} rows: {moved.detail}")
 
 
-def alone(world: World, asked: Sequence[Request], runner: Runner | None = None) -> Answers:
-    """Answers of each request alone, with a cold cache."""
-    found: Answers = {}
-    engine = world.engine(runner)
-    for request in asked:
-        engine.flush_cache()
-        found |= run(engine, [request]).answers
-    return found
-
-
 def _threads(
     options: ModelOptions, world: World, expected: Answers, asked: Sequence[Request]
 ) -> Iterator[Outcome]:
@@ -226,30 +208,6 @@ def _threads(
         yield compared(f"on {threads} threads", expected, found)
 
 
-def compared(point: str, expected: Answers, found: Answers, more: str = "") -> Outcome:
-    """Whether two runs have equal bits, and if not, how they differ."""
-    differ = sorted(key for key in expected if found.get(key) != expected[key])
-    values = sum(len(bits) // 8 for _, _, bits in expected.values())
-    if not differ:
-        return Outcome(
-            point, True, f"{len(expected)} answers, {values} numbers equal to the bit{more}"
-        )
-    same = [key for key in differ if key in found and found[key][:2] == expected[key][:2]]
-    gaps = [gap for key in same for gap in _gaps(expected[key][2], found[key][2])]
-    largest = f"; where tokens agree, logprobs differ by up to {max(gaps):.2g}" if gaps else ""
-    return Outcome(
-        point,
-        False,
-        f"{len(differ)} of {len(expected)} answers differ ({', '.join(differ)}), "
-        f"{len(differ) - len(same)} of them in a token or a rank{largest}{more}",
-    )
-
-
-def _gaps(one: bytes, other: bytes) -> list[float]:
-    pair = (struct.iter_unpack("<d", bits) for bits in (one, other))
-    return [abs(a - b) for (a,), (b,) in zip(*pair, strict=True) if a != b]
-
-
 def verdict_of(outcomes: Sequence[Outcome]) -> str:
     """ "pass" when nothing failed; what could not be examined is told, and fails nothing."""
     return "fail" if any(outcome.passed is False for outcome in outcomes) else "pass"
@@ -265,10 +223,15 @@ def reason_of(outcomes: Sequence[Outcome]) -> str:
     return f"{len(outcomes) - skipped} points hold to the bit{rest}"
 
 
-def plan_hash(options: ModelOptions) -> str:
-    """Hash of what is examined: the model, its options and every request."""
+def plan_hash(options: ModelOptions, branches: Mapping[str, str] | None = None) -> str:
+    """Hash of what is examined: the model, its options, the branches and every request.
+
+    Raises:
+        BranchError: a folder is no branch's.
+    """
     asked: dict[str, Any] = {
         "options": asdict(options),
+        "branches": {name: read_branch(at).key for name, at in (branches or {}).items()},
         "chunks": list(CHUNKS),
         "requests": [asdict(request) for request in probes(1 << 15)],
         "strangers": [asdict(request) for request in strangers(1 << 15, STRANGERS)],
@@ -276,11 +239,13 @@ def plan_hash(options: ModelOptions) -> str:
     return digest(json.loads(msgspec.json.encode(asked)))
 
 
-def report_of(outcomes: Sequence[Outcome], model: str) -> Report:
+def report_of(
+    outcomes: Sequence[Outcome], model: str, branches: Mapping[str, str] | None = None
+) -> Report:
     """What holds, what does not, and what was not examined."""
     words = {True: "holds", False: "FAILS", None: "not examined"}
     rows = [(words[one.passed], one.point, one.detail) for one in outcomes]
-    missing = [(text,) for text in NOT_COVERED]
+    missing = [(text,) for text in (NOT_COVERED if branches else (NO_BRANCH, *NOT_COVERED))]
     return Report(
         title=f"Determinism of {model} on this machine",
         lead="Token ids and the bits of every logprob, alone and cold against every schedule.",

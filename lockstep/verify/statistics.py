@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 CONFIDENCE = 0.95
+GRID = 64  # values of an unknown share over which an exact test takes the worst
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,52 @@ def sign_test(more: int, less: int) -> float:
     from scipy.special import bdtrc
 
     return float(bdtrc(more - 1, more + less, 0.5))
+
+
+@cache
+def excess_test(more: int, less: int, of: int, margin: float) -> float:
+    """One-sided p-value of paired counts against P(more) - P(less) <= `margin`.
+
+    Null: of `of` independent pairs, the first kind comes at most by `margin` oftener than the
+    second. Outcomes are ordered by Tango's score (Statistics in Medicine 17, 1998, 891-908);
+    the p-value is the largest chance of one as far out, over the unknown share of the second
+    kind (the exact unconditional test, Sidik, Statistics in Medicine 22, 2003, 265-278). The
+    largest is sought on a grid, beside which it may be larger by a few thousandths of itself.
+    """
+    _check(more, of, CONFIDENCE)
+    _check(less, of - more, CONFIDENCE)
+    if not 0.0 <= margin < 1.0:
+        raise ValueError(f"margin must be in [0, 1), got {margin}")
+    if more - less <= of * margin:
+        return 1.0
+    import numpy as np
+    from scipy.special import gammaln
+
+    first, both = np.triu_indices(of + 1)  # all outcomes, `both` is first + second
+    second = both - first
+    far = _score(first, second, of, margin) >= _score(more, less, of, margin) - 1e-9
+    first, second = first[far], second[far]
+    rest = of - both[far]
+    ways = gammaln(of + 1) - gammaln(first + 1) - gammaln(second + 1) - gammaln(rest + 1)
+    most = (1.0 - margin) / 2 * (1 - 1e-9)
+    largest = 0.0
+    for share in most * np.linspace(1 / GRID, 1, GRID) ** 2:  # closer where it is small
+        chances = first * np.log(share + margin) + second * np.log(share)
+        chances += rest * np.log1p(-2 * share - margin)
+        largest = max(largest, float(np.exp(ways + chances).sum()))
+    return min(1.0, largest)
+
+
+def _score(more: Any, less: Any, of: int, margin: float) -> Any:
+    """How far counts exceed the margin, in standard deviations; arrays or numbers."""
+    import numpy as np
+
+    # The share of `less` that makes the counts most likely where the null just holds.
+    linear = (2 * of - more + less) * margin - more - less
+    root = np.sqrt(linear**2 + 8 * of * less * margin * (1 - margin))
+    share = (root - linear) / (4 * of)
+    deviation = np.sqrt(of * (2 * share + margin * (1 - margin)))
+    return (more - less - of * margin) / np.maximum(deviation, 1e-12)
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -96,7 +96,7 @@ def test_what_stops_a_run_before_its_first_request(
     assert "B_KEY" in no_key.output
     assert not ledger.exists()
     monkeypatch.setenv("B_KEY", "x")
-    gone = call("compare", str(rule), "--ledger", str(ledger))
+    gone = call("compare", str(rule), "--ledger", str(ledger), "--wait", "0")
     assert gone.exit_code == 2
     assert "none of the 10 requests could be compared" in gone.output.replace("\n", " ")
     hashed = call("compare", str(rule), "--print-hash")

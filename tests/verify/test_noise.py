@@ -172,7 +172,7 @@ def test_the_command_tells_records_and_reports(tmp_path: Path) -> None:
         assert verdict.upper() in done.output
     assert "NOISY" not in page.read_text()
     assert "noisy" in page.read_text()
-    gone = CliRunner().invoke(app, ["verify", "noise", "http://127.0.0.1:9", *asked])
+    gone = CliRunner().invoke(app, ["verify", "noise", "http://127.0.0.1:9", "--wait", "0", *asked])
     assert gone.exit_code == 2
     runs = past_runs(check(ledger).records)
     assert [run.verdict for run in runs] == ["zero", "noisy", "unreadable"]
@@ -194,6 +194,7 @@ def test_requests_that_differ_from_themselves_by_design_are_refused(tmp_path: Pa
         CliRunner().invoke(app, words, catch_exceptions=False)
     file.write_text('{"prompt": "a"}\n{"id": "b", "prompt": "b", "temperature": 1, "seed": 3}\n')
     ledger = tmp_path / "ledger.jsonl"
+    words += ["--wait", "0"]
     done = CliRunner().invoke(app, [*words, "--ledger", str(ledger), "--repeats", "1"])
     assert done.exit_code == 2, "nobody listens there"
     file.write_text('{"prompt": "a"}\n')

@@ -85,6 +85,7 @@ def test_whatever_could_move_the_verdict_moves_the_hash(old: str, new: str) -> N
         ("{kind: exact}", "{kind: exact, allow: -1}", "`$.criterion.allow`"),
         ("{kind: exact}", "{kind: exact}\nrounds: 0", "`$.rounds`"),
         ("{kind: exact}", "{kind: exact}\nname: twice", "the key 'name' is there twice"),
+        ("{kind: exact}", "{<<: {kind: exact}}", "line 10: merge keys (<<) are not read"),
         ("{kind: exact}", "{kind: exact}\ndifference: {kind: decision}", "options or a pattern"),
         (
             "{kind: exact}",

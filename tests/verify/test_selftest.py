@@ -16,8 +16,9 @@ from lockstep.engine.loop import Engine
 from lockstep.kernels.cpu.native import NativeBackend
 from lockstep.types import Request
 from lockstep.verify.ledger import check, past_runs
+from lockstep.verify.outcome import compared
 from lockstep.verify.schedules import World
-from lockstep.verify.selftest import compared, reason_of, self_test, verdict_of
+from lockstep.verify.selftest import reason_of, self_test, verdict_of
 from tests.model.tiny import build_oracle, save
 
 POINTS = [
@@ -76,8 +77,8 @@ def test_sums_that_follow_the_batch_fail_the_points_where_rows_are_shared(
     made = World.__init__
     faults = ExitStack()
 
-    def broken(self: World, options: ModelOptions) -> None:
-        made(self, options)
+    def broken(self: World, *given: Any) -> None:
+        made(self, *given)
         faults.enter_context(self.sums_that_follow_the_batch())
 
     monkeypatch.setattr(World, "__init__", broken)
@@ -156,6 +157,7 @@ def test_the_command_tells_records_and_reports(model: str, tmp_path: Path) -> No
     assert "PASS" in done.output
     assert "Not covered by this test" in done.output
     assert "speculation" in page.read_text()
+    assert "name them with --branch" in page.read_text()
     (past,) = past_runs(check(ledger).records)
     assert (past.command, past.verdict) == ("self", "pass")
     assert past.figures["in a crowd"][0] is True

@@ -9,6 +9,7 @@ import pytest
 
 from lockstep.verify.statistics import (
     clopper_pearson,
+    excess_test,
     lower_bound,
     paired_excess,
     percent,
@@ -64,6 +65,45 @@ def test_the_sign_test_is_exact_and_its_false_alarms_are_as_rare_as_it_says() ->
     draws = np.random.default_rng(11).multinomial(50, [0.1, 0.1, 0.8], 3000)
     alarms = sum(sign_test(int(a), int(b)) <= 0.05 for a, b, _ in draws)
     assert clopper_pearson(alarms, len(draws), 0.999).low <= 0.05
+
+
+@pytest.mark.parametrize(("of", "margin"), [(25, 0.0), (25, 0.1), (48, 0.05)])
+def test_an_excess_that_is_just_the_margin_is_rejected_as_rarely_as_it_says(
+    of: int, margin: float
+) -> None:
+    """All outcomes are enumerated, at shares between those of the test's own grid, too."""
+    rejected = [
+        (more, less)
+        for more in range(of + 1)
+        for less in range(min(more, of - more) + 1)
+        if excess_test(more, less, of, margin) <= 0.05
+    ]
+    sizes = []
+    for share in np.linspace(1e-6, (1 - margin) / 2 - 1e-6, 101):
+        rest = 1 - 2 * share - margin
+        sizes.append(
+            math.fsum(
+                math.comb(of, more)
+                * math.comb(of - more, less)
+                * (share + margin) ** more
+                * share**less
+                * rest ** (of - more - less)
+                for more, less in rejected
+            )
+        )
+    assert 0.035 < max(sizes) <= 0.0505
+    for more, less in rejected:  # what is farther out is rejected as well
+        assert more == of or excess_test(more + 1, max(0, less - 1), of, margin) <= 0.05
+
+
+def test_an_excess_is_told_from_one_within_the_margin() -> None:
+    assert excess_test(9, 0, 40, 0.05) == pytest.approx(0.0047, abs=2e-4)
+    assert excess_test(4, 2, 40, 0.05) == 1.0
+    assert excess_test(5, 0, 5, 0.0) == pytest.approx(1 / 32, rel=0.01)
+    with pytest.raises(ValueError, match="margin"):
+        excess_test(1, 0, 5, 1.0)
+    with pytest.raises(ValueError, match="count"):
+        excess_test(3, 3, 5, 0.1)
 
 
 def test_quantiles_are_values_that_occur() -> None:

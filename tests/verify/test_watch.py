@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from lockstep.verify.drift.probes import Kind, Probe, default_probes
 from lockstep.verify.drift.publish import Metrics, Publisher, Webhook, message
 from lockstep.verify.drift.watch import Watch, rounds
 from lockstep.verify.endpoint import ProbeRequest, Reading
+from lockstep.verify.ledger import check, past_runs
 from lockstep.verify.reply import read
 from lockstep.verify.statistics import clopper_pearson
 from tests.server.support import ServerThread, fake_llm
@@ -308,11 +310,12 @@ def test_counters_that_vanish_are_unreadable_and_a_state_file_goes_on(tmp_path: 
 
 def test_j01_the_rate_alarm_over_a_real_server(tmp_path: Path) -> None:
     """200 good calls, then as many malformed as good ones."""
-    runner = CliRunner()
+    runner, ledger = CliRunner(), tmp_path / "ledger.jsonl"
 
     def watch(*more: str) -> Any:
         state = str(tmp_path / "state.json")
         options = ["--passive", "--rounds", "1", "--learn", "100", "--state", state]
+        options += ["--ledger", str(ledger)]
         return runner.invoke(app, ["verify", "watch", f"{server.url}/v1", *options, *more])
 
     with ServerThread(lambda: fake_llm("speaks", max_sequences=64)) as server:
@@ -328,14 +331,17 @@ def test_j01_the_rate_alarm_over_a_real_server(tmp_path: Path) -> None:
         assert "malformed-tool-calls/hermes/now" in result.output
         assert 'state="changed"} 1.0' in (tmp_path / "x.prom").read_text()
     assert watch().exit_code == 1  # what was found stays, though the server is gone
+    verdicts = [run.verdict for run in past_runs(check(ledger).records)]
+    assert verdicts == ["ok", "ok", "ok", "changed", "changed"]
 
 
 def test_the_command_makes_a_baseline_and_tells_states_apart(tmp_path: Path) -> None:
-    runner = CliRunner()
+    runner, ledger = CliRunner(), tmp_path / "ledger.jsonl"
     toy = Toy()
 
     def watch(url: str, *more: str) -> Any:
         options = ["--baseline", str(tmp_path / "b.json"), "--baseline-rounds", "12"]
+        options += ["--ledger", str(ledger)]
         return runner.invoke(app, ["verify", "watch", url, *options, "--rounds", "1", *more])
 
     with serving(toy.vendor()) as url:
@@ -356,3 +362,40 @@ def test_the_command_makes_a_baseline_and_tells_states_apart(tmp_path: Path) -> 
     gone = watch(url, "--state", str(tmp_path / "other.json"))
     assert gone.exit_code == 3, gone.output
     assert runner.invoke(app, ["verify", "watch", "ftp://x"]).exit_code != 0
+    checked = check(ledger)
+    assert not checked.problems
+    runs = past_runs(checked.records)
+    assert [run.verdict for run in runs] == ["ok", "changed", "unreadable", "unreadable"]
+    assert runs[1].figures["changed"]
+    assert all(round_ == 2 for round_ in runs[1].figures["changed"].values())
+    assert "new fingerprint toy-2" in runs[1].reason
+    assert {run.rule for run in runs[:2]} != {run.rule for run in runs[2:]}, "with --exact"
+    kinds = [record["kind"] for record in checked.records]
+    assert kinds == ["run.started", "run.noted", "run.noted", "run.ended"] * 4
+    baselines = {record["baseline"] for record in checked.records if "baseline" in record}
+    assert baselines == {sha256((tmp_path / "b.json").read_bytes()).hexdigest()}
+
+
+def test_only_what_is_new_is_put_on_record_and_a_hand_that_stops_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy, path = Toy(), tmp_path / "ledger.jsonl"
+    whole = Monitor.observe
+
+    def observe(self: Monitor, each: Round) -> Any:
+        if self.status().round == 3:
+            raise KeyboardInterrupt
+        return whole(self, each)
+
+    monkeypatch.setattr(Monitor, "observe", observe)
+    words = ["--baseline", str(tmp_path / "b.json"), "--baseline-rounds", "12", "--interval", "0"]
+    with serving(toy.vendor()) as url:
+        runner = CliRunner()
+        runner.invoke(app, ["verify", "watch", url, *words, "--ledger", str(path)])
+    records = check(path).records
+    assert [record["kind"] for record in records] == [
+        "run.started", "run.noted", "run.noted", "run.ended",
+    ]  # fmt: skip
+    assert records[-1]["verdict"] == "ok"
+    assert records[-1]["figures"]["round"] == 3
+    assert records[-1]["reason"].startswith("stopped by hand")

@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.verify.quality.subject import Scored, Subject, Writing
 from lockstep.verify.quality.tasks import Item, Task, is_right
 from lockstep.verify.report import Section, shortened
-from lockstep.verify.statistics import clopper_pearson, paired_excess, percent, sign_test
+from lockstep.verify.statistics import clopper_pearson, excess_test, paired_excess, percent
 from lockstep.verify.verdict import Verdict
 
 LISTED = 20
@@ -92,8 +92,11 @@ def total(scored: Scored) -> float:
 
 
 def judge(outcome: Outcome, confidence: float) -> tuple[Verdict, str]:
-    """Fail: a loss that chance does not explain, beyond `drop`. Pass: none beyond it is left
-    possible. Undecidable in between: more items would tell."""
+    """Pass: a loss beyond `drop` is ruled out, which is non-inferiority with that margin (null:
+    the loss is `drop` or more). Fail: a loss within it is ruled out (null: it is `drop` or
+    less). Undecidable in between: more items would tell. Each is wrong in at most
+    1 - confidence of all gates.
+    """
     count = len(outcome.answers)
     lost, won, limit = outcome.lost, outcome.won, outcome.task.drop
     excess = paired_excess(lost, won, count, confidence)
@@ -102,7 +105,7 @@ def judge(outcome: Outcome, confidence: float) -> tuple[Verdict, str]:
         f"{outcome.right[0]} -> {outcome.right[1]} of {count} right, lost {lost}, won {won}; "
         f"drop {percent(drop)} ({excess})"
     )
-    if drop > limit and sign_test(lost, won) <= 1.0 - confidence:
+    if excess_test(lost, won, count, limit) <= 1.0 - confidence:
         return Verdict.FAIL, shown
     if excess.high <= limit:
         return Verdict.PASS, shown

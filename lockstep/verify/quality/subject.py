@@ -152,6 +152,9 @@ class HTTPSubject:
 
     Use as `async with HTTPSubject(url) as subject`. Texts are scored behind prompts only, not
     behind messages: a server's template cannot be seen.
+
+    Attributes:
+        endpoint: by which it is asked.
     """
 
     def __init__(
@@ -163,14 +166,14 @@ class HTTPSubject:
         *,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._endpoint = Endpoint(
+        self.endpoint = Endpoint(
             url, model, api_key, timeout, connections=AT_ONCE, transport=transport
         )
         self._slots = asyncio.Semaphore(AT_ONCE)
 
     @property
     def name(self) -> str:
-        return self._endpoint.name
+        return self.endpoint.name
 
     async def __aenter__(self) -> Self:
         return self
@@ -181,7 +184,7 @@ class HTTPSubject:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._endpoint.close()
+        await self.endpoint.close()
 
     async def score(self, texts: Sequence[tuple[Item, str]]) -> list[Scored]:
         """As `Subject.score`."""
@@ -193,7 +196,7 @@ class HTTPSubject:
                 f"{self.name}: options behind a message cannot be scored over HTTP; use prompts"
             )
         body = {
-            "model": await self._endpoint.model(),
+            "model": await self.endpoint.model(),
             "prompt": item.prompt + text,
             "max_tokens": 1,
             "temperature": 0.0,
@@ -202,7 +205,7 @@ class HTTPSubject:
         }
         async with self._slots:
             try:
-                status, content = await self._endpoint.post("/completions", body)
+                status, content = await self.endpoint.post("/completions", body)
                 if status != httpx.codes.OK:
                     raise ValueError(refusal(status, content, 0.0).error)
                 return _of_echo(loads(content), len(item.prompt), len(item.prompt + text))
@@ -223,7 +226,7 @@ class HTTPSubject:
         """As `Subject.write`."""
         readings = await asyncio.gather(
             *(
-                self._endpoint.ask(
+                self.endpoint.ask(
                     ProbeRequest(
                         messages=(
                             ({"role": "user", "content": item.message},) if item.message else ()
