@@ -152,7 +152,8 @@ class RunResult:
             the run's pooled rows in units of `POOLED_UNIT`, each value rounded to one and
             held within +-2**18. Integers add up to the same sum in any order, so a mean does
             not depend on how the prompt was cut into runs.
-        scores: of a run with `scores`, the head's float32 outputs.
+        scores: of a run with `scores`, the head's float32 outputs. Beside an `error` they say
+            that the rows are sound and it is the outputs that are not finite.
         stuck: nothing could be drawn: grammar, bad words and min_tokens leave no id.
     """
 
