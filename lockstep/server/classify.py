@@ -120,7 +120,8 @@ async def create_classification(body: ClassifyBody, request: HTTPRequest) -> Res
             field="model",
             code="model_has_no_head",
         )
-    reply = await until_disconnect(request, _classify(service, body, source))
+    with service.deciding(body.model):
+        reply = await until_disconnect(request, _classify(service, body, source))
     return Response(encode(reply), media_type="application/json")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -84,6 +85,22 @@ class Service:
         if name in self.branches:
             return BranchSource(name, self.branches[name])
         raise self._unknown(name)
+
+    @contextmanager
+    def deciding(self, name: str) -> Iterator[None]:
+        """A branch that goes, or is replaced, under a request is about the `model` it named.
+
+        Raises:
+            UnknownModel: as `decider`.
+        """
+        try:
+            yield
+        except RequestError as error:
+            if error.field != "branch":
+                raise
+            if error.code == "branch_not_found":
+                raise self._unknown(name) from None
+            raise RequestError(f"model: {error}", field="model", code=error.code) from None
 
     def _unknown(self, name: str) -> UnknownModel:
         _ = self.llm.info  # EngineUnavailable: nobody knows yet which branches there are

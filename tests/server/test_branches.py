@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -352,6 +353,70 @@ def test_a_name_is_given_to_another_branch(admin: httpx.Client, root: Path) -> N
     assert admin.delete("/admin/branches/swap").status_code == 200
 
 
+def test_branches_change_under_load(admin_server: ServerThread, root: Path) -> None:
+    """Whoever is answered is answered by one of the branches that there were; nobody waits, and
+    what is written beside it is what it was."""
+    sets = (("calm", "angry"), ("angry", "glad", "calm"))
+    folders = [make_branch(root, f"under-load-{len(own)}", options=own) for own in sets]
+    stop, failures = threading.Event(), list[str]()
+    seen: set[int] = set()
+
+    def check(reply: httpx.Response, path: str) -> None:
+        told = reply.json()
+        if reply.status_code in (404, 409) or told.get("error", {}).get("param") == "gate.branch":
+            codes = ("branch_not_found", "model_not_found", "branch_replaced")
+            assert told["error"]["code"] in codes, told
+            return
+        assert reply.status_code == 200, told
+        if path == "classify":
+            (entry,) = told["data"]
+            assert tuple(entry["labels"]) in sets
+            seen.add(len(entry["labels"]))
+            return
+        assert tuple(told["decision"]["probabilities"]) in sets
+        assert told["decision"]["option"] == "calm"
+        assert told["choices"][0]["message"]["content"] == "calm calm angry"
+
+    def ask(path: str, body: dict[str, Any]) -> None:
+        user = {"Authorization": "Bearer user"}
+        with httpx.Client(base_url=admin_server.url, headers=user, timeout=30) as http:
+            while not stop.is_set():
+                try:
+                    check(http.post(f"/v1/{path}", json=body), path)
+                except AssertionError as error:
+                    failures.append(str(error))
+                    return
+
+    gate = {"branch": "mood", "continue_if": ["calm"]}
+    said = [{"role": "user", "content": "calm calm angry"}]
+    chat = {"model": "judged-speaks", "messages": said, "gate": gate}
+    works = (
+        ("classify", {"model": "mood", "input": "calm calm angry"}),
+        ("chat/completions", chat),
+    )
+    threads = [threading.Thread(target=ask, args=work) for work in works * 2]
+    for thread in threads:
+        thread.start()
+    with httpx.Client(base_url=admin_server.url, headers=ADMIN, timeout=30) as admin:
+        try:
+            for turn in range(12):
+                body = {"name": "mood", "path": folders[turn % 2]}
+                loaded = admin.post("/admin/branches", json=body)
+                assert loaded.status_code == 200, loaded.text
+                if turn % 3 == 2:
+                    assert admin.delete("/admin/branches/mood").status_code == 200
+                time.sleep(0.05)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(30)
+        assert not failures, failures[0]
+        assert seen == {2, 3}
+        wait_until(lambda: admin.get("/admin/requests").json()["data"] == [])
+        asked = {"model": "mood", "input": "x", "questions": [choice("calm", "angry")]}
+        assert admin.post("/v1/decisions", json=asked).status_code == 404
+
+
 def test_only_an_admin_key_loads(admin_server: ServerThread, root: Path) -> None:
     body = {"name": "mine", "path": str(root / "judge")}
     with httpx.Client(base_url=admin_server.url) as http:
@@ -494,7 +559,22 @@ def test_a_request_made_for_a_branch_that_was_just_replaced_is_a_409(tmp_path: P
         ):
             reply = http.post(f"/v1/{path}", json=body)
             assert reply.status_code == 409, reply.text
-            assert reply.json()["error"]["code"] == "branch_replaced"
+            error = reply.json()["error"]
+            assert error["code"] == "branch_replaced"
+            assert error["param"] == ("gate.branch" if "gate" in body else "model")
+            known["gone"] = known["judge"]  # and one that the engine has unloaded
+            if "gate" in body:
+                body["gate"] = {**gate, "branch": "gone"}
+            else:
+                body["model"] = "gone"
+            reply = http.post(f"/v1/{path}", json=body)
+            error = reply.json()["error"]
+            if "gate" in body:
+                assert (reply.status_code, error["param"]) == (400, "gate.branch")
+                assert error["code"] == "branch_not_found"
+            else:
+                assert (reply.status_code, error["param"]) == (404, "model")
+                assert error["code"] == "model_not_found"
 
 
 def test_an_engine_without_branches_says_so(http: httpx.Client) -> None:

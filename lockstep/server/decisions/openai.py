@@ -160,7 +160,8 @@ async def create_decision(body: DecisionsBody, request: HTTPRequest) -> Response
     """Answer typed questions about an input, with a probability for every option."""
     service = service_of(request)
     source = service.decider(body.model)
-    reply = await until_disconnect(request, _decide(service, body, source))
+    with service.deciding(body.model):
+        reply = await until_disconnect(request, _decide(service, body, source))
     return Response(encode(reply), media_type="application/json")
 
 

@@ -174,7 +174,8 @@ async def create_systemone(body: SystemOneBody, request: HTTPRequest) -> Respons
     service = service_of(request)
     name = service.model_name if body.model in (None, CLIENTS_DEFAULT) else body.model
     source = service.decider(name or "")
-    reply = await until_disconnect(request, _decide(service, body, source, name or ""))
+    with service.deciding(name or ""):
+        reply = await until_disconnect(request, _decide(service, body, source, name or ""))
     return Response(encode(reply), media_type="application/json")
 
 

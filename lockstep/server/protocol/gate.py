@@ -72,6 +72,9 @@ def gate_words() -> Iterator[None]:
     try:
         yield
     except RequestError as error:
+        if error.field == "gate" and error.code in ("branch_not_found", "branch_replaced"):
+            field = "gate.branch"  # gone, or another one, since the body was read
+            raise RequestError(f"{field}: {error}", field=field, code=error.code) from None
         if error.field.partition("[")[0] not in GateBody.model_fields:
             raise
         field = f"gate.{error.field}"
