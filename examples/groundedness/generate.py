@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from templates import (  # type: ignore[import-not-found]
+from facts import FACTS  # type: ignore[import-not-found]
+from templates import (
     CORRECTIONS,
-    FACTS,
     FIRST,
     MATERIALS,
     NOUNS,
