@@ -472,7 +472,7 @@ def main() -> int:
         if server.judges:
             console.print(
                 "\n[bold]4. One model judges and answers[/]: in the same request a trained branch "
-                "of 2 MB first decides what to do (answer from the documents, search for more, or "
+                "of 6 MB first decides what to do (answer from the documents, search for more, or "
                 "refuse); only then, and only if it says answer, is an answer written\n"
             )
             passed = judge_and_answer(server, console, options.tokens) and passed
