@@ -18,29 +18,6 @@ from lockstep.branch import Branch
 from lockstep.types import LayerGroup
 
 
-def branch_groups(
-    own: Sequence[LayerGroup],
-    branches: Iterable[Branch],
-    hidden_size: int,
-    *,
-    keep_activations: bool = False,
-) -> tuple[LayerGroup, ...]:
-    """The groups that these branches' contexts need, in an order that their own does not move.
-
-    Args:
-        own: the model's groups. keep_activations: with those that hold what enters each fork.
-    """
-    ranges = sorted({(b.fork, b.exit) for b in branches if b.adapt == "context"})
-    found = [tail for fork, exit_ in ranges for tail in _tails(own, fork, exit_)]
-    if keep_activations:
-        # What enters layer 0 is the embedding of the ids: there is nothing to keep.
-        forks = sorted({fork for fork, _ in ranges if fork})
-        found += [
-            LayerGroup(f"fork:{fork}", "activations", (fork,), 1, hidden_size) for fork in forks
-        ]
-    return tuple(found)
-
-
 def executor_groups(
     own: Sequence[LayerGroup], branches: Iterable[Branch], hidden_size: int
 ) -> tuple[LayerGroup, ...]:

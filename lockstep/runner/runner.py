@@ -86,7 +86,6 @@ class Runner:
         capture: Capture | None = None,
         identity: Identity | None = None,
         branches: Sequence[Branch] = (),
-        keep_activations: bool = False,
     ) -> None:
         self.model = model
         self.backend = backend
@@ -389,7 +388,6 @@ def load_runner(
         max_sequences=scheduler.max_sequences,
         graphs=options.cuda_graphs,
         branches=[read_branch(folder) for _, folder in config.branches.load],
-        keep_activations=config.branches.keep_activations,
     )
     runner.warm_up(progress)
     runner.identity = Identity(options.name, checkpoint.weights_hash(), time.monotonic() - started)

@@ -25,6 +25,7 @@ from tests.runner.test_branches import (
     world,
     writer,
 )
+from tests.runner.test_stops import STOPS, at_once, fresh, same, through
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -82,3 +83,25 @@ def test_kept_activations_stand_for_the_trunk(
         run = replace(probe.run(CONTEXT, 0, pages, logits=0), keeps=True)
         probe.runner.execute(Plan(0, (run,)))
         assert decide(place, label, kept=pages, chunk=10) == cold
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_rows_that_stop_and_go_on(
+    name: str, dtype: torch.dtype, gpu: Backend, tmp_path: Path
+) -> None:
+    """Keys, values and logits of rows that went through all layers at once, alone and beside
+    writers and decisions, which nobody moves either."""
+    place = world(name, tmp_path, dtype, gpu)
+    probe, end = place.probe, place.probe.runner.num_layers
+    logits, cells = at_once(probe)
+    company = crowd(place)
+    alone = [probe.runner.execute(Plan(0, runs)).runs[-1] for runs in company]
+    for bounds in ((0, STOPS[0], end), (0, STOPS[1], end), (0, *STOPS, end)):
+        for chunk, others in ((0, []), (25, company)):
+            pages = fresh(probe)
+            chunks = (chunk, 40, 17)[: len(bounds) - 1]
+            assert torch.equal(through(probe, pages, bounds, chunks, others), logits)
+            assert same(probe, pages, cells)
+    found = probe.runner.execute(Plan(1, join(*company))).runs
+    assert [found[at] for at in ends_of(company)] == alone

@@ -12,10 +12,15 @@ import torch
 
 from lockstep.kernels.contract import Backend
 from lockstep.model import load_model
+from lockstep.runner.groups import own_groups
+from lockstep.runner.plan import Plan, SampleSpec
+from lockstep.runner.probe import Pages, Probe
 from lockstep.runner.runner import Runner
 from lockstep.types import Request, SamplingParams
 from tests.gpu.test_engine_bits import Answer, answers, engine_on, some_requests
+from tests.model.branches import describe
 from tests.model.tiny import build_oracle, save
+from tests.runner.test_stops import CONTEXT, at_once, fresh, same, through
 
 NAMES = ("qwen3", "llama", "gemma3")
 
@@ -139,6 +144,66 @@ def test_a_prefix_that_many_share(gpu: Backend, tmp_path: Path, name: str) -> No
     assert tokens_of(graphs, requests, sequences=64) == expected
     assert graphs._graphs is not None
     assert any(sharing for _, _, sharing in graphs._graphs._graphs)
+
+
+def test_groups_that_are_cut_at_stops(gpu: Backend, tmp_path: Path) -> None:
+    """Heads and pages as of Qwen3 8B: decode steps, prefixes that many share, and rows that
+    stopped and went on, which are decoded behind."""
+    oracle = build_oracle(
+        "qwen3", hidden_size=1024, intermediate_size=1536, head_dim=128, num_hidden_layers=6,
+        num_attention_heads=8, num_key_value_heads=2, max_position_embeddings=2048,
+    )  # fmt: skip
+    model = load_model(save(oracle, tmp_path), gpu, torch.bfloat16)
+    branches = [describe(fork=0, exit=2), describe(adapt="context", fork=5, exit=6)]
+    cut, whole, eager = (
+        Runner(
+            model, gpu, memory_bytes=256 << 20, max_sequences=64, graphs=on, page_tokens=64,
+            branches=some,
+        )
+        for on, some in ((True, branches), (True, []), (False, []))
+    )  # fmt: skip
+    assert [group.name for group in own_groups(cut.groups)] == ["full:0-2", "full:2-5", "full:5-6"]
+    source = random.Random(3)
+    common = [source.randrange(131) for _ in range(1100)]
+    requests = []
+    for index in range(48):
+        own = [source.randrange(131) for _ in range(source.randint(1, 90))]
+        begun = common[: 1100 if index % 4 else 700]
+        requests.append(Request(f"r{index}", (*begun, *own), SamplingParams()))
+    requests = plain(requests, 24)
+    expected = tokens_of(eager, requests, sequences=3, keep=False)
+    for runner in (whole, cut):
+        for sequences in (1, 64):
+            some = requests[: 4 if sequences == 1 else 48]
+            found = tokens_of(runner, some, sequences=sequences)
+            assert found == {request.id: expected[request.id] for request in some}
+        assert runner._graphs is not None
+        assert any(sharing for _, _, sharing in runner._graphs._graphs)
+
+    probe = Probe(cut)
+    logits, cells = at_once(probe)
+
+    def decoded(pages: Pages) -> list[int]:
+        """Greedy tokens behind the context, each by a captured step."""
+        tokens = list(CONTEXT)
+        more = probe.pages(64)
+        pages = tuple(a + b for a, b in zip(pages, more, strict=True))
+        for position in range(8):
+            spec = SampleSpec(SamplingParams(temperature=0.0), 0, 0, position, tokens, len(CONTEXT))
+            run = probe.run(tokens[-1:], len(tokens) - 1, pages, logits=1)
+            launched = cut.launch(Plan(position, (replace(run, sample=spec),)))
+            assert launched.draws
+            token = launched.result().runs[0].token
+            assert token is not None
+            tokens.append(token)
+        return tokens[len(CONTEXT) :]
+
+    stopped, straight = fresh(probe), fresh(probe)
+    rows = through(probe, stopped, (0, 2, 5, 6), (25, 0, 17))
+    assert torch.equal(rows, logits)
+    assert same(probe, stopped, cells)
+    probe.score(CONTEXT, pages=straight)
+    assert decoded(stopped) == decoded(straight)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -16,10 +16,12 @@ from torch import Tensor
 from lockstep.kernels.cpu import make_backend
 from lockstep.model import load_model
 from lockstep.runner.graphs import Captured
+from lockstep.runner.groups import own_groups
 from lockstep.runner.runner import Runner
 from lockstep.types import Request
 from tests.engine.harness import request
 from tests.engine.test_bits import answers
+from tests.model.branches import describe
 from tests.model.tiny import build_oracle, save
 
 
@@ -52,13 +54,18 @@ def work(count: int) -> list[Request]:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stops", [(), (1, 2)], ids=["whole", "cut"])
 def test_steps_from_static_buffers_have_the_same_bits(
-    tmp_path: Path, name: str, dtype: torch.dtype
+    tmp_path: Path, name: str, dtype: torch.dtype, stops: tuple[int, ...]
 ) -> None:
     backend = make_backend("native", 1)
     model = load_model(save(build_oracle(name), tmp_path), backend, dtype)
     capture = Rerun()
-    runner = Runner(model, backend, memory_bytes=4 << 20, max_sequences=16, capture=capture)
+    branches = [describe(fork=0, exit=stop) for stop in stops]
+    runner = Runner(
+        model, backend, memory_bytes=4 << 20, max_sequences=16, capture=capture, branches=branches
+    )
+    assert len(own_groups(runner.groups)) > len(model.groups) or not stops
     eager = Runner(model, backend, memory_bytes=4 << 20)
     expected, _ = answers(eager, work(11), together=True)
     for together in (True, False):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config import CacheConfig, ConfigError
 from lockstep.kernels import tree
 from lockstep.kernels.cpu import make_backend
 from lockstep.model import load_model
-from lockstep.runner.groups import activations_of, branch_groups, own_groups, tails_of
+from lockstep.runner.groups import activations_of, cuts, executor_groups, own_groups, tails_of
 from lockstep.runner.memory import page_elements, plan_pool
 from lockstep.runner.plan import PageCopy, Plan
 from lockstep.runner.runner import Runner, check_page
@@ -77,9 +78,8 @@ def test_groups_of_branches_cost_the_model_nothing(
 ) -> None:
     """The model's pages lie as they lie without them, and as many, but for one slab's rest
     where an extra page is larger than the model's slab."""
-    slab = plan_pool(groups, page_tokens, 2**60).slab
-    largest = max([slab, *[page_elements(group, page_tokens) for group in extra]])
-    elements = 2 * largest * (len(groups) + len(extra)) + spare
+    largest = max(page_elements(group, page_tokens) for group in [*groups, *extra])
+    elements = 100 * largest * (len(groups) + len(extra)) + spare
     plain = plan_pool(groups, page_tokens, elements)
     pool = plan_pool([*groups, *extra], page_tokens, elements)
     own = len(groups)
@@ -87,7 +87,7 @@ def test_groups_of_branches_cost_the_model_nothing(
     wider = pool.slab // plain.slab
     assert pool.slab == wider * plain.slab
     assert pool.num_slabs == plain.num_slabs // wider
-    assert wider == -(-largest // slab)
+    assert wider == -(-largest // plain.slab)
     assert pool.tokens() <= plain.tokens()
     if wider == 1:
         assert pool.tokens() == plain.tokens()
@@ -100,21 +100,71 @@ def test_groups_of_branches_cost_the_model_nothing(
         assert stride % 64 == 0
 
 
+SMALL = LayerGroup("full", "full", tuple(range(30)), 3, 64)
+LARGE = LayerGroup("full", "full", tuple(range(36)), 8, 128)
+
+
+@st.composite
+def cut_models(draw: st.DrawFn) -> tuple[list[LayerGroup], list[LayerGroup], int]:
+    """A model's groups, the same cut at one or two stops, and tokens a page."""
+    whole, page_tokens, hidden = draw(st.sampled_from([(SMALL, 16, 576), (LARGE, 64, 4096)]))
+    layers = len(whole.layers)
+    own = [whole]
+    if draw(st.booleans()):  # every sixth is full, as in Gemma
+        sliding = tuple(layer for layer in whole.layers if (layer + 1) % 6)
+        own = [
+            replace(whole, layers=whole.layers[5::6]),
+            replace(whole, name="sliding", kind="sliding", layers=sliding, window=512),
+        ]
+    stops = draw(st.sets(st.integers(1, layers - 1), min_size=1, max_size=2))
+    branches = [describe(fork=0, exit=stop) for stop in stops]
+    return own, list(executor_groups(own, branches, hidden)), page_tokens
+
+
+@given(cut_models(), st.integers(2, 20))
+@settings(max_examples=60, deadline=None)
+def test_cuts_cost_the_pool_next_to_nothing(
+    shape: tuple[list[LayerGroup], list[LayerGroup], int], times: int
+) -> None:
+    """At most half a percent of pools that hold 10,000 pages of the whole trunk, what stands
+    empty in slabs and at the pool's end together; and slabs stay small beside it."""
+    own, groups, page_tokens = shape
+    elements = times * 5000 * sum(page_elements(group, page_tokens) for group in own)
+    plain, pool = (plan_pool(some, page_tokens, elements) for some in (own, groups))
+    assert pool.tokens() >= 0.995 * plain.tokens()
+    assert plain.tokens() >= 0.97 * times * 5000 * page_tokens
+    for group, stride in zip(own_groups(groups), pool.strides, strict=False):
+        assert stride <= page_elements(group, page_tokens) / 0.99
+        assert stride % group.head_dim == 0
+    assert pool.num_slabs >= 150
+
+
+@pytest.mark.parametrize("stop", range(2, 36, 2))
+def test_a_small_pool_loses_little_by_an_even_stop(stop: int) -> None:
+    elements = 1000 * page_elements(LARGE, 64)
+    groups = executor_groups([LARGE], [describe(fork=0, exit=stop)], 4096)
+    pool = plan_pool(groups, 64, elements)
+    assert pool.tokens() >= 0.995 * plan_pool([LARGE], 64, elements).tokens()
+    assert pool.num_slabs > 100
+
+
 def test_tails_and_activations_of_real_shapes_fit_their_slabs() -> None:
     """SmolLM2, and Qwen3 8B with the forks that are measured: what a page wastes."""
-    small = LayerGroup("full", "full", tuple(range(30)), 3, 64)
-    large = LayerGroup("full", "full", tuple(range(36)), 8, 128)
     for own, hidden, page_tokens, fork, exit_ in (
-        (small, 576, 16, 26, 30),
-        (large, 4096, 64, 32, 36),
-        (large, 4096, 64, 20, 24),
+        (SMALL, 576, 16, 26, 30),
+        (LARGE, 4096, 64, 32, 36),
+        (LARGE, 4096, 64, 20, 24),
     ):
         branch = describe(adapt="context", fork=fork, exit=exit_)
-        extra = branch_groups([own], [branch], hidden, keep_activations=True)
-        assert [group.name for group in extra] == [f"tail:{fork}-{exit_}", f"fork:{fork}"]
-        pool = plan_pool([own, *extra], page_tokens, 10**9)
-        assert pool.tokens() == plan_pool([own], page_tokens, 10**9).tokens()
-        for group, stride in zip(extra, pool.strides[1:], strict=True):
+        groups = executor_groups([own], [branch], hidden)
+        layers = len(own.layers)
+        assert [group.name for group in groups] == [
+            f"full:0-{fork}", f"full:{fork}-{layers}", f"tail:{fork}-{exit_}", f"rows:{fork}"
+        ]  # fmt: skip
+        elements = 10**10
+        pool = plan_pool(groups, page_tokens, elements)
+        assert pool.tokens() >= 0.999 * plan_pool([own], page_tokens, elements).tokens()
+        for group, stride in zip(groups, pool.strides, strict=True):
             assert stride <= 1.25 * page_elements(group, page_tokens)
 
 
@@ -125,21 +175,33 @@ def test_a_tail_has_a_group_for_each_kind_of_attention() -> None:
         describe(adapt="context", fork=0, exit=2),
         describe(adapt="suffix", fork=2, exit=5),
     ]
-    extra = branch_groups([FULL, SLIDING], branches, 96, keep_activations=True)
-    assert [(g.name, g.kind, g.layers, g.window) for g in extra] == [
+    groups = executor_groups([FULL, SLIDING], branches, 96)
+    assert [(g.name, g.kind, g.layers, g.window) for g in groups] == [
+        ("full:0-1", "full", (0,), None),
+        ("sliding", "sliding", (1, 2, 3, 4), 32),
+        ("full:5-6", "full", (5,), None),
         ("tail:0-2", "branch", (0,), None),
         ("tail:0-2:sliding", "branch", (1,), 32),
         ("tail:1-4:sliding", "branch", (1, 2, 3), 32),
-        ("fork:1", "activations", (1,), None),
+        ("rows:1", "activations", (1,), None),
+        ("rows:5", "activations", (5,), None),
     ]
-    groups = (FULL, SLIDING, *extra)
-    assert own_groups(groups) == (FULL, SLIDING)
-    assert tails_of(groups, 0, 2) == (2, 3)
-    assert tails_of(groups, 1, 4) == (4,)
+    assert own_groups(groups) == groups[:3]
+    assert tails_of(groups, 0, 2) == (3, 4)
+    assert tails_of(groups, 1, 4) == (5,)
     assert tails_of(groups, 2, 5) == ()
-    assert activations_of(groups, 1) == 5
+    assert activations_of(groups, 1) == 6
     assert activations_of(groups, 0) is None
-    assert branch_groups([FULL, SLIDING], reversed(branches), 96, keep_activations=True) == extra
+    assert executor_groups([FULL, SLIDING], reversed(branches), 96) == groups
+    assert cuts([FULL, SLIDING], groups) == ((0, 1, {0: 0}), (1, 5, {1: 1}), (5, 6, {0: 2}))
+
+
+def test_without_a_stop_a_models_groups_stay_as_they_are() -> None:
+    ends = [describe(fork=2, exit=6), describe(adapt="context", fork=0, exit=2)]
+    for branches in ([], ends):
+        groups = executor_groups([FULL, SLIDING], branches, 96)
+        assert own_groups(groups) == (FULL, SLIDING)
+        assert cuts([FULL, SLIDING], groups) == ((0, 6, {0: 0, 1: 1}),)
 
 
 def test_a_pool_that_holds_no_page_is_refused() -> None:

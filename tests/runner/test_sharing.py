@@ -77,3 +77,24 @@ def test_bunches_name_only_what_is_shared(seed: int) -> None:
         seen += runs
     assert len(seen) == len(set(seen))
     assert set(seen) == set(np.flatnonzero(found.segments).tolist())
+
+
+def test_a_bunch_shares_its_pages_in_every_group() -> None:
+    """The groups of a trunk that is cut: runs that lie together above may lie apart below."""
+    contexts = [4 * tree.SEGMENT + 128 + i for i in range(32)]
+    context = np.array(contexts, np.int32)
+    prefix = list(range(4 * WIDTH))
+    below = tables([prefix] * 32, contexts)
+    # Even and odd runs have pages of their own here, from the first or from the third segment.
+    halves = [[page + 500 * (run % 2) for page in prefix] for run in range(32)]
+    late = [[*prefix[: 2 * WIDTH], *half[2 * WIDTH :]] for half in halves]
+    for above, segments in ((halves, 4), (late, 4)):
+        found = shared_runs([below, tables(above, contexts)], context, PAGE)
+        assert found is not None
+        assert found.bunch_segments.tolist() == [segments] * 2
+        for members in found.members:
+            assert len(set(members.tolist())) == 16
+            assert len({run % 2 for run in members.tolist()}) == 1
+    apart = tables([[]] * 32, contexts)
+    assert shared_runs([below, apart], context, PAGE) is None
+    assert shared_runs([], context, PAGE) is None
