@@ -538,7 +538,7 @@ class EngineStats:
     pages_total: int = 0
     pages_used: int = 0  # referenced by live sequences
     pages_cached: int = 0  # only in the prefix tree, evictable
-    pages_tail: int = 0  # of these two, keys and values that branches have of their own
+    pages_tail: int = 0  # of these two, branches' own keys and values, and rows at stops
     steps: int = 0
     prompt_tokens: int = 0  # prompt tokens admitted
     cached_tokens: int = 0  # of these, taken from the prefix tree

@@ -355,7 +355,7 @@ class Metrics:
         yield pages
         yield _gauge(
             "cache_pages_tail",
-            "Of the used and cached ones, keys and values that branches have of their own.",
+            "Of the used and cached ones, branches' own keys and values, and rows at their stops.",
             stats.pages_tail,
             model,
         )
