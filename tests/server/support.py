@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
+import httpx
 import uvicorn
 
 from lockstep.async_llm import AsyncLLM
@@ -197,3 +199,22 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+# --- questions to branches ---------------------------------------------------------------------
+
+ASKED = "I can answer answer this from the documents"
+
+
+def ask(http: httpx.Client, *questions: Any, model: str = "judge") -> httpx.Response:
+    body = {"model": model, "input": ASKED, "questions": list(questions)}
+    return http.post("/v1/decisions", json=body)
+
+
+def choice(*values: Any, **more: Any) -> dict[str, Any]:
+    options = [value if isinstance(value, dict) else {"value": value} for value in values]
+    return {"type": "choice", "instructions": "?", "choices": options, **more}
+
+
+def levels(*labels: str) -> dict[str, Any]:
+    return {"type": "score", "instructions": "?", "levels": [{"label": one} for one in labels]}
