@@ -51,6 +51,7 @@ class Answered:
     tokens: tuple[int, ...]
     scores: tuple[float, ...]
     chosen: int | None
+    logprobs: tuple[float, ...] = ()
 
 
 class _Engine:
@@ -113,6 +114,7 @@ class _Engine:
                         tuple(token for o in outputs for token in o.tokens),
                         outputs[-1].scores,
                         gates[0] if gates else None,
+                        tuple(entry.logprob for o in outputs for entry in o.logprobs),
                     )
                 )
         self.tails = max(self.tails, self.engine.stats().pages_tail)

@@ -31,7 +31,7 @@ from lockstep.kernels.cuda.tuning import BUCKETS, Tile, default_tile
 
 ALL = {**WEIGHTS, "head": (*HEAD, False)}
 # Rows that stand for a bucket.
-ROWS = {16: 1} | {limit: min(limit, 4096) for limit in BUCKETS if limit >= 512}
+ROWS = {16: 1, 512: 512, BUCKETS[-1]: 4096}
 SHARED_BYTES = 227 << 10
 
 
@@ -48,7 +48,6 @@ def candidates(limit: int, gated: bool) -> Iterator[Tile]:
         add((16,), (16, 32), (256, 512), (4, 8), (3,), (False, True))
     else:
         add((128,), (128, 256), (64,), (8,), (3, 4), (True,))
-        add((64,), (128, 256), (64,), (4,), (3, 4), (True,))
     for m, n, k, warps, stages, bulk in grid:
         both = 2 if gated else 1
         fits = (m + both * n) * k * 2 * (stages - 1) <= SHARED_BYTES - 16384

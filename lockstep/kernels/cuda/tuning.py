@@ -13,9 +13,8 @@ import torch
 
 from lockstep.kernels.cuda.tables import TILES
 
-# A bucket holds the row counts up to its value; the last has no upper end. In the middle, where
-# a step's prompts and decodes meet, a few row tiles more or less are a wave of programs.
-BUCKETS = (16, 32, 64, 128, 256, 512, 640, 768, 1024, 1280, 1536, 2048, 1 << 30)
+# A bucket holds the row counts up to its value; the last has no upper end.
+BUCKETS = (16, 32, 64, 128, 256, 512, 1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +64,7 @@ def default_tile(rows: int, n: int, dtype: torch.dtype, gated: bool) -> Tile:
 @lru_cache(maxsize=4096)
 def _choose(limit: int, n: int, k: int, dtype: torch.dtype, gated: bool) -> Tile:
     if dtype == torch.bfloat16:
-        table = TILES.get((n, k, gated), {})
-        known = table.get(limit)
-        if known is None and limit > 512:
-            known = table.get(BUCKETS[-1])
+        known = TILES.get((n, k, gated), {}).get(limit)
         if known is not None:
             return Tile(*known)
     return default_tile(limit, n, dtype, gated)
