@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.types import LockstepError
+from lockstep.types import BranchLayers, LockstepError
 
 FORMAT = 1
 DESCRIPTION = "branch.json"
@@ -152,10 +152,14 @@ class Branch:
                 raise BranchError(f"thresholds[{name!r}] must be in [0, 1], got {value!r}")
 
     @property
+    def layers(self) -> BranchLayers:
+        """Where it runs."""
+        return BranchLayers(self.fork, self.exit, self.adapt)
+
+    @property
     def stop(self) -> int:
-        """The layer at whose entrance the trunk's rows of a context may stop for this branch:
-        nothing that it reads lies above."""
-        return self.fork if self.adapt == "context" else self.exit
+        """As `BranchLayers.stop`."""
+        return self.layers.stop
 
     @property
     def key(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from lockstep.types import LockstepError
+from lockstep.types import BranchLayers, LockstepError
 
 
 class ConfigError(LockstepError, ValueError):
@@ -189,6 +189,8 @@ class BranchOptions:
 
     Attributes:
         load: (name, folder) of branches that are there from the start.
+        layers: for which the cache is laid out beside those of `load`: an engine that takes
+            another's place can load whatever that one could.
         depth: how far a context's rows go for a decision alone: "full" through all layers, so
             that a later answer finds them, or "exit" to the branch's exit, which is less work.
         keep_activations: keep what enters a `context` branch's fork, so that another decision
@@ -198,6 +200,7 @@ class BranchOptions:
     """
 
     load: tuple[tuple[str, str], ...] = ()
+    layers: tuple[BranchLayers, ...] = ()
     depth: Literal["full", "exit"] = "full"
     keep_activations: bool = False
     keep_tails: bool = False

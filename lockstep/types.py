@@ -286,6 +286,22 @@ class LayerGroup:
     window: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class BranchLayers:
+    """The trunk layers [fork, exit) that a branch runs with its adapters, and whose rows these
+    touch: what the cache is laid out for, see `branch.Branch`."""
+
+    fork: int
+    exit: int
+    adapt: Literal["suffix", "context"]
+
+    @property
+    def stop(self) -> int:
+        """The layer at whose entrance the trunk's rows of a context may stop for the branch:
+        nothing that it reads lies above."""
+        return self.fork if self.adapt == "context" else self.exit
+
+
 Pooling = Literal["", "last", "mean"]
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from lockstep.branch import Adapt, Branch, BranchError, HeadKind, read_branch, write_branch
 from lockstep.runner.groups import executor_groups, tails_of
 from lockstep.runner.plan import Plan, RunResult, StepResult, TokenRun
-from lockstep.types import EngineInfo, LayerGroup
+from lockstep.types import BranchLayers, EngineInfo, LayerGroup
 from tests.fakes import EMPTY, FakeExecutor, hashes, mix
 
 WEIGHTS = "fake-weights"
@@ -84,6 +84,7 @@ class BranchExecutor(FakeExecutor):
 
     Args:
         folders: of branches at whose stops the groups are cut, and whose contexts get tails.
+        layers: the same of branches that are not there.
         groups, pages_per_slab: of the model, uncut.
         judge: (tokens, begin of the suffix, branch) -> outputs of its head.
 
@@ -96,12 +97,13 @@ class BranchExecutor(FakeExecutor):
         self,
         *,
         folders: Sequence[str] = (),
+        layers: Sequence[BranchLayers] = (),
         judge: Judge = scores_of,
         **more: object,
     ) -> None:
         own = more.pop("groups", (LayerGroup("full", "full", (0, 1, 2, 3), 1, 8),))
         assert isinstance(own, tuple)
-        groups = executor_groups(own, [read_branch(folder) for folder in folders], HIDDEN)
+        groups = executor_groups(own, [*map(read_branch, folders), *layers], HIDDEN)
         per_slab = more.pop("pages_per_slab", ()) or (1,) * len(own)
         assert isinstance(per_slab, tuple)
         sizes = [per * page_elements(group) for per, group in zip(per_slab, own, strict=True)]

@@ -362,7 +362,7 @@ class EngineClient:
             factory=self._factory,
             config=replace(
                 self.config,
-                branches=replace(self.config.branches, load=tuple(self._branches.folders.items())),
+                branches=self._branches.options(self.config.branches),
             ),
             heartbeat_seconds=self._heartbeat_seconds,
         )
@@ -395,7 +395,8 @@ class EngineClient:
                     if progress is not None:
                         progress(stage, fraction)
                 case messages.Ready(info=info, branches=branches):
-                    self._info, self._branches.named = info, branches
+                    self._info = info
+                    self._branches.found(branches)
                     return
                 case messages.StartFailed(kind=kind, message=text):
                     raise _start_error(kind, text)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from dataclasses import replace
 
 from lockstep import messages
 from lockstep.branch import Branch, BranchError, read_branch
-from lockstep.types import LockstepError
+from lockstep.config import BranchOptions
+from lockstep.types import BranchLayers, LockstepError
 
 log = logging.getLogger("lockstep.engine")
 
@@ -28,8 +30,21 @@ class RemoteBranches:
     def __init__(self, load: tuple[tuple[str, str], ...]) -> None:
         self.named: dict[str, Branch] = {}
         self.folders = dict(load)
+        self._layers: tuple[BranchLayers, ...] = ()  # of the first engine's first branches
         self._tickets = itertools.count()
         self._under_way: dict[int, tuple[Change, asyncio.Future[Branch | None]]] = {}
+
+    def options(self, given: BranchOptions) -> BranchOptions:
+        """For an engine that is to start with these branches, and to have room for those that
+        its first predecessor was laid out for, whether they are loaded now or not."""
+        layers = (*given.layers, *self._layers)
+        return replace(given, load=tuple(self.folders.items()), layers=layers)
+
+    def found(self, named: dict[str, Branch]) -> None:
+        """An engine has started with these."""
+        self.named = named
+        if not self._layers:
+            self._layers = tuple(branch.layers for branch in named.values())
 
     def load(self, name: str, folder: str) -> tuple[Change, asyncio.Future[Branch | None]]:
         """The message to send, and what tells the branch when that is done, or why it was not."""

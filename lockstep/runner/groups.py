@@ -15,11 +15,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 from lockstep.branch import Branch
-from lockstep.types import LayerGroup
+from lockstep.types import BranchLayers, LayerGroup
 
 
 def executor_groups(
-    own: Sequence[LayerGroup], branches: Iterable[Branch], hidden_size: int
+    own: Sequence[LayerGroup], branches: Iterable[Branch | BranchLayers], hidden_size: int
 ) -> tuple[LayerGroup, ...]:
     """The groups of a model that serves these branches, as in `Executor.groups`.
 

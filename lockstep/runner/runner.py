@@ -29,7 +29,7 @@ from lockstep.runner.groups import executor_groups, own_groups
 from lockstep.runner.memory import default_pool_bytes, largest_steps, plan_pool
 from lockstep.runner.plan import Launched, PageCopy, Plan, RunResult, StepResult
 from lockstep.runner.sampler import Sampler
-from lockstep.types import EngineInfo, LayerGroup
+from lockstep.types import BranchLayers, EngineInfo, LayerGroup
 from lockstep.weights import open_checkpoint
 
 _MIB = 1024 * 1024
@@ -65,7 +65,7 @@ class Runner:
         max_sequences: most runs of a step.
         graphs: replay decode-only steps as CUDA graphs; see `graphs.DecodeGraphs`.
         capture: how a step is captured where that is not CUDA's way (tests).
-        branches: descriptions of branches to come, for which cache groups are laid out.
+        branches: branches to come, or their layers, for which cache groups are laid out.
 
     Raises:
         ConfigError: the pool cannot hold one page of every layer group.
@@ -85,7 +85,7 @@ class Runner:
         graphs: bool = True,
         capture: Capture | None = None,
         identity: Identity | None = None,
-        branches: Sequence[Branch] = (),
+        branches: Sequence[Branch | BranchLayers] = (),
     ) -> None:
         self.model = model
         self.backend = backend
@@ -387,7 +387,10 @@ def load_runner(
         step_tokens=scheduler.max_step_tokens,
         max_sequences=scheduler.max_sequences,
         graphs=options.cuda_graphs,
-        branches=[read_branch(folder) for _, folder in config.branches.load],
+        branches=[
+            *(read_branch(folder).layers for _, folder in config.branches.load),
+            *config.branches.layers,
+        ],
     )
     runner.warm_up(progress)
     runner.identity = Identity(options.name, checkpoint.weights_hash(), time.monotonic() - started)

@@ -91,6 +91,22 @@ async def test_what_is_lost_meanwhile_is_refused_and_the_rest_is_back(tmp_path: 
         await client.close()
 
 
+async def test_there_is_room_for_what_was_unloaded_when_the_engine_died(tmp_path: Path) -> None:
+    """A context branch needs a tail, which is laid out at the start."""
+    judge = make_branch(tmp_path, adapt="context")
+    client = fake_client("judged", branches={"judge": judge})
+    try:
+        await client.start()
+        for _ in range(2):
+            await client.unload_branch("judge")
+            await die_and_come_back(client)
+            assert client.branches == {}
+            await client.load_branch("judge", judge)
+            assert await decided(client, "judge")
+    finally:
+        await client.close()
+
+
 async def test_a_change_counts_although_nobody_waits_for_it(tmp_path: Path) -> None:
     client = fake_client("judged")
     try:

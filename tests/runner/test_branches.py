@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.branch import Branch, BranchError
+from lockstep.config import BranchOptions, CacheConfig, EngineConfig, ModelOptions
 from lockstep.kernels.contract import Backend
 from lockstep.kernels.cpu import make_backend
 from lockstep.model import load_model
-from lockstep.runner.groups import activations_of
+from lockstep.runner.groups import activations_of, tails_of
 from lockstep.runner.plan import BranchHost, Plan, RunResult, SampleSpec, TokenRun
 from lockstep.runner.probe import Probe
-from lockstep.runner.runner import Identity, Runner
-from lockstep.types import SamplingParams
+from lockstep.runner.runner import Identity, Runner, load_runner
+from lockstep.types import BranchLayers, SamplingParams
 from lockstep.weights.branch import write_package
 from tests.control import RowSplitBackend
 from tests.model.branches import BASE, describe, package, random_tensors, reference_scores
@@ -531,3 +532,16 @@ def test_a_senseless_run_is_refused(small: World, change: dict[str, Any], compla
     run = Decision(probe, small.branches["suffix"], CONTEXT, SUFFIX).steps[-1][0]
     with pytest.raises(ValueError, match=complaint):
         probe.runner.execute(Plan(0, (replace(run, **change),)))
+
+
+def test_a_runner_has_room_for_layers_of_branches_that_are_not_there(tmp_path: Path) -> None:
+    save(build_oracle("llama"), tmp_path)
+    layers = (BranchLayers(0, 2, "context"), BranchLayers(1, 2, "suffix"))
+    config = EngineConfig(
+        ModelOptions(str(tmp_path), device="cpu", backend="torch"),
+        CacheConfig(memory_bytes=2**20),
+        branches=BranchOptions(layers=layers),
+    )
+    runner = load_runner(config)
+    assert tails_of(runner.groups, 0, 2)
+    assert activations_of(runner.groups, 2) is not None

@@ -22,7 +22,7 @@ import httpx
 import uvicorn
 
 from lockstep.async_llm import AsyncLLM
-from lockstep.branch import Branch
+from lockstep.branch import Branch, read_branch
 from lockstep.config import EngineConfig, ServerConfig
 from lockstep.engine.client import EngineClient
 from lockstep.engine.loop import Engine
@@ -95,7 +95,9 @@ def make_engine(config: EngineConfig, progress: Callable[[str, float], None]) ->
     if "dies" in name:
         time.sleep(0.3)  # what was sent before a death is only read if it got away
         os.kill(os.getpid(), signal.SIGKILL)
-    make = partial(JudgedExecutor, judge=told) if "judged" in name else FakeExecutor
+    layers = [read_branch(folder).layers for _, folder in config.branches.load]
+    layers += config.branches.layers
+    make = partial(JudgedExecutor, judge=told, layers=layers) if "judged" in name else FakeExecutor
     executor = make(
         vocab_size=49152,
         max_context=MAX_CONTEXT,
