@@ -263,6 +263,7 @@ def _identity(llm: AsyncLLM, rows: Rows, gate: GateArguments, params: SamplingPa
     """What the answers depend on, beside the rows."""
     parts: dict[str, Any] = {
         "model": llm.info.fingerprint,
+        "max_context": llm.client.config.scheduler.max_context,
         "prompt": [rows.template, rows.chat, rows.system],
         "gate": {**gate, "question": repr(gate.get("question"))},
         "branches": {name: branch.key for name, branch in llm.branches.items()},

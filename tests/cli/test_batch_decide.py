@@ -29,7 +29,7 @@ def rows(count: int) -> list[dict[str, Any]]:
         {"id": f"r{i}", "text": f"Message {i}: {('late', 'fine', 'lost')[i % 3]}. Reply as JSON: "}
         for i in range(count)
     ]
-    made[7]["text"] = "long " * 300
+    made[7]["text"] = "long " * 270
     return made
 
 
@@ -58,6 +58,9 @@ def test_killed_and_called_again_it_gives_the_rows_of_one_call(tmp_path: Path) -
         time.sleep(0.002)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
+    other = finished(command(source, out, "--max-context", "300"))  # in which that row fits
+    assert other.returncode == 2
+    assert "other options" in other.stderr
     again = finished(command(source, out))
     assert again.returncode == 1, again.stderr
     assert again.stdout == ""
