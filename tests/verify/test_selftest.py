@@ -39,14 +39,6 @@ POINTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small random model with room for every probe."""
-    folder = tmp_path_factory.mktemp("tiny")
-    save(build_oracle("llama", max_position_embeddings=1024), folder)
-    return str(folder)
-
-
 def outcomes(name: str, **more: Any) -> dict[str, bool | None]:
     found = list(self_test(ModelOptions(name, threads=1, **more)))
     assert len({one.point for one in found}) == len(found)

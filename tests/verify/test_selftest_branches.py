@@ -27,7 +27,6 @@ from lockstep.verify.schedules import World, alone, probes
 from lockstep.verify.selftest import plan_hash
 from lockstep.weights import open_checkpoint
 from tests.model.branches import package
-from tests.model.tiny import build_oracle, save
 
 pytestmark = pytest.mark.timeout(400)  # each test runs a dozen schedules
 
@@ -47,13 +46,6 @@ POINTS = [
     "a gate is its decision and its answer",
     "control: sums that follow the batch are caught",
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tiny")
-    save(build_oracle("llama", max_position_embeddings=1024), folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
