@@ -56,8 +56,8 @@ def run(
 ) -> None:
     """Answer every line of a file, as a server's batch would.
 
-    Stopped at any moment, the same command goes on where it was. Ends with status 1 when
-    rows hold errors.
+    Stopped at any moment, the same command goes on where it was.
+    Ends with status 1 when rows hold errors.
     """
     options.require_server()
     from rich.console import Console

@@ -111,10 +111,11 @@ def decide(
 ) -> None:
     """Decide about every row, then write where the decision is to continue. One prefill a row.
 
-    The decision comes from what follows a forced --prefix, from a --question, or from a
-    --branch; --gate says the same as a request to a server would. Rows of the output stand in
-    the input's order. Stopped at any moment, the same command goes on where it was. Ends with
-    status 1 when rows hold errors.
+    The decision comes from what follows a forced --prefix, from a --question,
+    or from a --branch; --gate says the same as a request to a server would.
+    Rows of the output stand in the input's order.
+    Stopped at any moment, the same command goes on where it was.
+    Ends with status 1 when rows hold errors.
     """
     from rich.console import Console
 

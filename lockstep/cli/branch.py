@@ -98,8 +98,8 @@ def train(
 ) -> None:
     """Train a branch on labelled rows and write its folder.
 
-    The trunk's rows are computed once and kept in the cache between runs. Temperature and
-    thresholds are chosen on rows that were not trained on.
+    The trunk's rows are computed once and kept in the cache between runs.
+    Temperature and thresholds are chosen on rows that were not trained on.
     """
     from rich.console import Console
 

@@ -193,7 +193,7 @@ def self_test(
 ) -> None:
     """Does the determinism contract hold here, with this model? Point by point, in minutes.
 
-    With --branch also for decisions and gates of trained branches, beside answers.
+    With --branch also for decisions and gates of trained branches.
     Ends with status 1 if a point fails.
     """
     require_extra()
