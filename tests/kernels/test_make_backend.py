@@ -143,16 +143,41 @@ def test_a_tree_that_the_forms_were_not_written_for_is_refused(
 
 
 def test_a_pool_outlives_a_fork() -> None:
+    """At whatever moment: a worker that falls asleep just then holds a lock."""
     program = (
-        "import os, torch\n"
+        "import os, signal, time, torch\n"
         "from lockstep.kernels.cpu import make_backend\n"
         "ops = make_backend('native', 2)\n"
         "w = ops.pack(torch.randn(512, 64)); x = torch.randn(30, 64)\n"
         "before = ops.linear(x, w)\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    os._exit(0 if torch.equal(ops.linear(x, w), before) else 1)\n"
-        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
-        "assert torch.equal(ops.linear(x, w), before)\n"
+        "for count in range(100):\n"
+        "    assert torch.equal(ops.linear(x, w), before)\n"
+        "    until = time.perf_counter() + count * 1e-6\n"
+        "    while time.perf_counter() < until: pass\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        signal.alarm(30)\n"
+        "        os._exit(0 if torch.equal(ops.linear(x, w), before) else 1)\n"
+        "    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_more_threads_than_the_system_grants_are_an_error() -> None:
+    program = (
+        "import resource\n"
+        "from lockstep.config import ConfigError\n"
+        "from lockstep.kernels.cpu import make_backend\n"
+        "make_backend('native', 1)\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 2**30,) * 2)\n"
+        "try:\n"
+        "    make_backend('native', 1000)\n"
+        "except ConfigError as error:\n"
+        "    print(error)\n"
+        "make_backend('native', 2)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], check=True, timeout=60, capture_output=True, text=True
+    )
+    assert run.stdout.startswith("threads: the system does not grant 1000; ask for fewer")

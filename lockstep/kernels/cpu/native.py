@@ -54,7 +54,7 @@ class NativeBackend(Backend):
 
     Raises:
         ConfigError: no compiler, or it failed, or `tree.py` names blocks that this
-            library was not written for.
+            library was not written for, or the system grants fewer threads.
     """
 
     name = "native"
@@ -66,6 +66,11 @@ class NativeBackend(Backend):
         self.threads = threads
         self._lib, self._built = load_library()
         self._pool = self._lib.lk_pool_new(threads)
+        if not self._pool:
+            raise ConfigError(
+                f"threads: the system does not grant {threads}; ask for fewer, or raise its limit "
+                "of processes (ulimit -u) or of memory"
+            )
         self._memory = HugePages(self._lib)
 
     def __del__(self) -> None:

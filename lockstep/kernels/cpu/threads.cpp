@@ -4,9 +4,13 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
+#include <exception>
 #include <new>
+#include <system_error>
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
@@ -27,35 +31,71 @@ void relax() {
 // launches of one step, then sleeps.
 constexpr auto kSpin = std::chrono::microseconds(60);
 
-// A forked child has none of its parent's threads: pools notice by this count.
-std::atomic<unsigned> g_forks{0};
+// Pools of this process. A fork waits for who is changing the list.
+std::mutex g_lock;
+std::vector<Pool*> g_pools;
+
+void before_fork() { g_lock.lock(); }
+void after_fork_in_parent() { g_lock.unlock(); }
+void after_fork_in_child() {
+  for (Pool* pool : g_pools) pool->forked();
+  g_lock.unlock();
+}
+
 struct ForkHook {
-  ForkHook() {
-    pthread_atfork(nullptr, nullptr, [] { g_forks.fetch_add(1); });
-  }
+  ForkHook() { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
 } g_hook;
 
 }  // namespace
 
-Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads) { start(); }
-
-void Pool::start() {
-  forks_ = g_forks.load();
-  for (int i = 1; i < threads_; ++i) workers_.emplace_back([this] { work(); });
+Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads) {
+  if (!start()) {
+    stop();
+    throw std::system_error(EAGAIN, std::generic_category());
+  }
+  std::lock_guard<std::mutex> lock(g_lock);
+  g_pools.push_back(this);
 }
 
-Pool::~Pool() {
+bool Pool::start() {
+  try {
+    for (int i = 1; i < threads_; ++i) workers_.emplace_back([this] { work(); });
+  } catch (const std::system_error&) {
+    return false;
+  }
+  return true;
+}
+
+// In a child that was just forked: its parent's threads are not there, and what one of them
+// had locked would stay locked.
+void Pool::forked() {
+  new (&launch_) std::mutex;
+  new (&sleep_) std::mutex;
+  new (&wake_) std::condition_variable;
+  sleepers_ = 0;
+  alone_ = true;
+}
+
+void Pool::stop() {
   {
     std::lock_guard<std::mutex> lock(sleep_);
     stop_ = true;
   }
   wake_.notify_all();
   for (auto& worker : workers_) {
-    if (forks_ == g_forks.load())
-      worker.join();
-    else
+    if (alone_)
       worker.detach();
+    else
+      worker.join();
   }
+}
+
+Pool::~Pool() {
+  {
+    std::lock_guard<std::mutex> lock(g_lock);
+    g_pools.erase(std::find(g_pools.begin(), g_pools.end(), this));
+  }
+  stop();
 }
 
 bool Pool::help(uint64_t generation) {
@@ -102,11 +142,11 @@ void Pool::work() {
 
 void Pool::run(Task task, void* context, int64_t n) {
   std::lock_guard<std::mutex> launch(launch_);
-  if (forks_ != g_forks.load()) {
+  if (alone_) {
     for (auto& worker : workers_) worker.detach();
     workers_.clear();
-    sleepers_ = 0;
-    start();
+    alone_ = false;
+    start();  // fewer do it as well: whoever is there takes the next task
   }
   done_.store(0, std::memory_order_relaxed);
   task_.store(task, std::memory_order_relaxed);
@@ -152,7 +192,14 @@ void* scratch(size_t bytes) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-void* lk_pool_new(int64_t threads) { return new lk::Pool(int(threads)); }
+// Null where the system does not grant so many threads.
+void* lk_pool_new(int64_t threads) {
+  try {
+    return new lk::Pool(int(threads));
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
 void lk_pool_free(void* pool) { delete static_cast<lk::Pool*>(pool); }
 
 // Asks for huge pages under the whole pages of [start, start + bytes): a wish, not a need.

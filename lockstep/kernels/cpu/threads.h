@@ -17,14 +17,20 @@ using Task = void (*)(void* context, int64_t index);
 
 class Pool {
  public:
+  // Throws std::system_error where the system does not grant so many threads.
   explicit Pool(int threads);
   ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
   int threads() const { return threads_; }
   // Runs task(context, i) for every i in [0, n); returns when all are done.
   void run(Task task, void* context, int64_t n);
+  // Called in a forked child before anything else.
+  void forked();
 
  private:
-  void start();
+  bool start();
+  void stop();
   void work();
   bool help(uint64_t generation);
 
@@ -42,7 +48,7 @@ class Pool {
   std::atomic<void*> context_{nullptr};
   std::atomic<uint32_t> count_{0};
   alignas(64) std::atomic<uint32_t> done_{0};
-  unsigned forks_ = 0;
+  bool alone_ = false;  // in a forked child whose threads are yet to be started
 };
 
 template <typename F>
