@@ -19,6 +19,7 @@ from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     mma_v2,
     tma,
@@ -127,6 +128,9 @@ def _sums(
             b1 = _weights(w_ring, stage * STRIPS + 1, MMA)
         if STRIPS > 2:
             b2 = _weights(w_ring, stage * STRIPS + 2, MMA)
+        # Copies go past the order of loads: without a fence one may land before a load that is
+        # under way. The compiler adds it only where one warp does both.
+        fence_async_shared()
         tl.debug_barrier()  # every warp has read the stage
         mbarrier.arrive(empty.index(stage), count=1)
         acc0 = mma_v2(a, b0, acc0, input_precision="ieee")
