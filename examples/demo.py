@@ -59,15 +59,15 @@ DOCUMENTS_SYSTEM = "You answer questions from the given documents."  # as the ju
 JUDGED = (
     (
         "answer",
-        "1. The Hollvey Lighthouse is 41 metres high. A ticket costs 6 crowns.\n"
-        "2. The Hollvey Archive was rebuilt in 1931.",
-        "How high is the Hollvey Lighthouse?",
-    ),
-    (
-        "answer",
         "1. Entry to the Trastum Museum is 9 crowns. It closes at 7 in the evening.\n"
         "2. Correction: entry to the Trastum Museum is 12 crowns, the earlier text was wrong.",
         "What does entry to the Trastum Museum cost?",
+    ),
+    (
+        "answer",
+        "1. The Hollvey Lighthouse is 41 metres high. A ticket costs 6 crowns.\n"
+        "2. The Hollvey Archive was rebuilt in 1931.",
+        "How high is the Hollvey Lighthouse?",
     ),
     (
         "search",
@@ -249,9 +249,8 @@ def board(answers: list[Answer], began: float, now: float) -> Group:
     total = sum(len(answer.tokens) for answer in answers)
     writing = sum(bool(answer.first) and not answer.ended for answer in answers)
     speed = total / max(now - began, 1e-9)
-    totals = Text(
-        f"  {writing} answers being written at once · {total} tokens · {speed:.0f} tokens/s"
-    )
+    state = f"{writing} answers being written at once" if writing else f"{len(answers)} answers"
+    totals = Text(f"  {state} · {total} tokens · {speed:.0f} tokens/s")
     return Group(table, totals)
 
 
@@ -291,7 +290,7 @@ def compare(console: Console, crowd: list[Answer], alone: list[Answer]) -> bool:
     table.add_column("drawn", style="dim", no_wrap=True)
     table.add_column("in the crowd", justify="right")
     table.add_column("alone", justify="right")
-    table.add_column("cached", justify="right", style="green")
+    table.add_column("cached, each", justify="right", style="green")
     table.add_column("all bits")
     for index, (one, other) in enumerate(zip(crowd, alone, strict=True)):
         same = one.bits() == other.bits() and bool(one.tokens)
@@ -472,7 +471,7 @@ def main() -> int:
         if server.judges:
             console.print(
                 "\n[bold]4. One model judges and answers[/]: in the same request a trained branch "
-                "of 6 MB first decides what to do (answer from the documents, search for more, or "
+                "of 5 MB first decides what to do (answer from the documents, search for more, or "
                 "refuse); only then, and only if it says answer, is an answer written\n"
             )
             passed = judge_and_answer(server, console, options.tokens) and passed
