@@ -134,11 +134,11 @@ def decide(
         raise typer.BadParameter("it says all that is to be decided", param_hint="--gate")
     else:
         gate = _gate_of(gate_file)
-    GateSpec(**gate)  # refused before a model is loaded, and so are outputs
+    GateSpec(**gate)  # refused before a model is loaded, and so are templates and outputs
+    rows = Rows(file, template, chat, system)
     check_output(out)
     engine["branches"] = folders
     notes = Console(stderr=True, highlight=False)
-    rows = Rows(file, template, chat, system)
     begin = time.monotonic()
     try:
         llm = AsyncLLM(model, **engine)

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from lockstep.config import ConfigError
 from lockstep.lines import read_lines
 from lockstep.requests import Conversation
 from lockstep.types import RequestError
@@ -60,12 +61,22 @@ class Rows:
     Attributes:
         template: text of the prompt; `{name}` stands for the row's field of that name.
         chat: the text is a user's message to the assistant, behind `system` if there is one.
+
+    Raises:
+        ConfigError: the template names no field.
     """
 
     path: Path
     template: str = "{text}"
     chat: bool = False
     system: str = ""
+
+    def __post_init__(self) -> None:
+        if not _FIELD.search(self.template):
+            raise ConfigError(
+                f"template must name a field of the rows, such as {{text}}, or all rows read "
+                f"alike; got {self.template!r:.100}"
+            )
 
     def lines(self) -> Generator[tuple[int, bytes | None], None, None]:
         """See `read_lines`.

@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config import ConfigError
 from lockstep.decide_rows import Rows
 from lockstep.decide_rows.rows import BadRow
+
+
+@pytest.mark.parametrize("template", ["", "{text", "the same", "{1}", "{ text }"])
+def test_a_template_without_a_field_is_refused(template: str) -> None:
+    with pytest.raises(ConfigError, match="template must name a field of the rows"):
+        Rows(Path("x"), template=template)
 
 
 def test_a_template_takes_fields_and_leaves_other_braces() -> None:
