@@ -44,6 +44,14 @@ def test_options_that_a_row_does_not_have() -> None:
     assert np.isfinite(calibrate.fit_temperature(outputs, targets))
 
 
+def test_rows_that_are_all_right_make_nothing_surer() -> None:
+    """Without a mistake among them the least loss would be at no temperature at all."""
+    outputs = np.array([[2.0, 0.0, 0.0], [0.0, 1.0, 0.5], [0.0, 0.1, 0.2]])
+    right, mistaken = np.array([0, 1, 2]), np.array([0, 1, 1])
+    assert calibrate.fit_temperature(outputs, right) == pytest.approx(1.0, abs=1e-3)
+    assert calibrate.fit_temperature(outputs, mistaken) < 0.9
+
+
 def test_brier_and_calibration_error_by_hand() -> None:
     probabilities = np.array([[0.8, 0.2], [0.6, 0.4]])
     targets = np.array([0, 1])
