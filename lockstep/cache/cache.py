@@ -80,7 +80,7 @@ class PrefixCache:
         """What the trunk's own sequences may go on from: a prefix through all layers, or one of
         which a part has the rows at a stop in place of the layers above."""
         used = [stop for stop, index in self.layout.rows_at.items() if self.pool.used[index]]
-        return [self.layout.resuming(stop) for stop in used] or [self.layout.whole]
+        return [self.layout.resuming[stop] for stop in used] or [self.layout.whole]
 
     def fits_alone(
         self, length: int, wants: Iterable[Want] | None = None, held: int | None = None

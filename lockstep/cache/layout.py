@@ -15,7 +15,8 @@ class Layout:
     Attributes:
         trunk: indices of the model's own groups. layers: the trunk's, a half-open range.
         tail_groups: those of branches' tails. rows_at: stop -> the group of its rows.
-        whole: what a sequence needs that goes through all layers.
+        whole: what a sequence needs that goes through all layers. resuming: stop -> what it
+            takes to make the trunk's layers above it from the rows there.
     """
 
     def __init__(self, groups: Sequence[LayerGroup]) -> None:
@@ -28,6 +29,7 @@ class Layout:
             groups[index].layers[0]: index for index, kind in kinds if kind == "activations"
         }
         self.whole = Need(self.wants(self.layers), fresh=self.layers[1])
+        self.resuming = {stop: self._resuming(stop) for stop in self.rows_at}
 
     def wants(self, layers: tuple[int, int], own: str = "") -> tuple[Want, ...]:
         """The model's own groups with a layer in the half-open range `layers`."""
@@ -52,8 +54,7 @@ class Layout:
         """The group that holds what enters that layer, if there is one."""
         return Want(self.rows_at[stop]) if stop in self.rows_at else None
 
-    def resuming(self, stop: int) -> Need:
-        """What it takes to make the trunk's layers above a stop from the rows there."""
+    def _resuming(self, stop: int) -> Need:
         begin, end = self.layers
         return Need(
             self.wants((begin, stop)),

@@ -23,7 +23,7 @@ from enum import Enum
 from itertools import islice
 
 from lockstep.cache import Match, Need, PrefixCache, StepJournal
-from lockstep.config import BranchOptions, SchedulerConfig
+from lockstep.config import SchedulerConfig
 from lockstep.engine.queues import Queues
 from lockstep.engine.routes import from_rows, runs_of, tables_of
 from lockstep.engine.sequence import Sequence, State
@@ -58,7 +58,7 @@ class Filling(Queues):
     """The queues of a scheduler, and how a step is filled from them.
 
     Args:
-        cache, layers, model, branches: see `Queues`. config: budgets.
+        cache, layers, model: see `Queues`. config: budgets.
     """
 
     def __init__(
@@ -67,9 +67,8 @@ class Filling(Queues):
         config: SchedulerConfig,
         layers: tuple[int, int],
         model: str,
-        branches: BranchOptions,
     ) -> None:
-        super().__init__(cache, layers, model, branches)
+        super().__init__(cache, layers, model)
         self.config = config.resolved("cpu")  # of what the caller left open
         self._now = 0.0
 

@@ -81,9 +81,8 @@ class Engine:
         self._pool_tokens = self._cache.capacity(self._max_context)
         self.info = info or _describe(executor, self._max_context)
         layers = (0, executor.num_layers)
-        self._scheduler = Scheduler(
-            self._cache, scheduler_config, layers, self.info.fingerprint, branches
-        )
+        self._scheduler = Scheduler(self._cache, scheduler_config, layers, self.info.fingerprint)
+        self._branch_options = branches
         self._branches = Branches(executor)
         for name, folder in branches.load:
             self._branches.load(name, folder)
@@ -152,16 +151,16 @@ class Engine:
             gate = self._gated(request, request.gate)
             scheduler.add(request, gate.judge_len, gate=gate)
             return
-        branch = None
+        routes: tuple[Route, ...] = ()
         if request.branch:
             branch = self._branches.find(request.branch, request.branch_key, "branch")
             check_reading(request)
             routes = self._routes(branch, request.branch_from)
             self._check_route(routes[0], len(request.prompt))
-        scheduler.add(request, self._max_len(request), self._compiled(request), branch)
+        scheduler.add(request, self._max_len(request), self._compiled(request), routes)
 
     def _routes(self, branch: Branch, begins: int, *, gate: bool = False) -> tuple[Route, ...]:
-        return plan_routes(branch, begins, self._cache.layout, self._scheduler.branches, gate=gate)
+        return plan_routes(branch, begins, self._cache.layout, self._branch_options, gate=gate)
 
     def _check_route(self, route: Route, length: int) -> None:
         """Refuse a decision that the pool cannot hold."""

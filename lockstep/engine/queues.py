@@ -6,11 +6,9 @@ from bisect import bisect_left, insort
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lockstep.branch import Branch
 from lockstep.cache import Identity, PrefixCache
-from lockstep.config import BranchOptions
 from lockstep.engine.gates import GatedRequest
-from lockstep.engine.routes import plan_routes
+from lockstep.engine.routes import Route
 from lockstep.engine.sequence import Sequence, State
 from lockstep.types import EngineStats, FinishReason, Request, SequenceOutput
 
@@ -43,16 +41,12 @@ class Queues:
 
     Args:
         cache: pages and prefixes. layers: the trunk's layer range. model: for the cache identity.
-        branches: how far a decision's context goes, and what is kept of it.
     """
 
-    def __init__(
-        self, cache: PrefixCache, layers: tuple[int, int], model: str, branches: BranchOptions
-    ) -> None:
+    def __init__(self, cache: PrefixCache, layers: tuple[int, int], model: str) -> None:
         self.cache = cache
         self.layers = layers
         self.model = model
-        self.branches = branches
         self.running: list[Sequence] = []  # by rank
         self.waiting: list[Sequence] = []  # by rank
         self.requests: dict[str, list[Sequence]] = {}  # live ones
@@ -66,23 +60,21 @@ class Queues:
         request: Request,
         max_len: int,
         grammar: CompiledGrammar | None = None,
-        branch: Branch | None = None,
+        routes: tuple[Route, ...] = (),
         gate: GatedRequest | None = None,
     ) -> None:
         """Queue the request's choices.
 
         Args:
             max_len: most tokens of each, prompt included. grammar: compiled from the request's.
-            branch: that the request names. gate: what it does first; `max_len` and `grammar`
-                are then those of what reads it.
+            routes: the ways of a decision by a branch. gate: what it does first; `max_len` and
+                `grammar` are then those of what reads it, and it brings its routes.
         """
         scope = "" if self.cache.keep else request.id
         identity = Identity(self.model, request.salt, scope=scope)
-        routes = () if gate is None else gate.routes
-        if branch is not None:
-            begins = request.branch_from
-            routes = plan_routes(branch, begins, self.cache.layout, self.branches)
-        first = request if gate is None else gate.judge
+        first = request
+        if gate is not None:
+            first, routes = gate.judge, gate.routes
         sequences = []
         for choice in range(request.sampling.n):
             sequence = Sequence(

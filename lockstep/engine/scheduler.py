@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import replace
 
 from lockstep.cache import Need, PrefixCache, StepJournal
-from lockstep.config import BranchOptions, SchedulerConfig
+from lockstep.config import SchedulerConfig
 from lockstep.engine.filling import Draft, Filling
 from lockstep.engine.sequence import EVERYTHING, Sequence, State
 from lockstep.prefixes import common_prefix
@@ -64,7 +64,6 @@ class Scheduler(Filling):
     Args:
         cache: pages and prefixes; must hold any single sequence that is added.
         config: budgets. layers: the trunk's layer range. model: for the cache identity.
-        branches: see `Queues`.
     """
 
     def __init__(
@@ -73,9 +72,8 @@ class Scheduler(Filling):
         config: SchedulerConfig,
         layers: tuple[int, int],
         model: str,
-        branches: BranchOptions | None = None,
     ) -> None:
-        super().__init__(cache, config, layers, model, branches or BranchOptions())
+        super().__init__(cache, config, layers, model)
         self._under_way: deque[Draft] = deque()  # the next to complete first
         self._step = 0
 
@@ -335,7 +333,7 @@ class Scheduler(Filling):
             sequence.computed = min(same, self.cache.go_on(lease, same))
             if before.rows is not None and sequence.computed < same:
                 sequence.need, sequence.kept_until = (
-                    self.cache.layout.resuming(before.stop),
+                    self.cache.layout.resuming[before.stop],
                     same,
                 )
                 wants = sequence.need.all
