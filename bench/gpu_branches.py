@@ -89,6 +89,15 @@ class Work:
         return SamplingParams(temperature=0.0, max_tokens=self.new, ignore_eos=True, seed=0)
 
 
+def add_work(parser: argparse.ArgumentParser) -> None:
+    """The options of `make_work`, and of the engines that do it."""
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--contexts", type=int, default=32)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--pool", type=int, default=40 << 30, help="bytes of each engine's pool")
+
+
 def make_work(options: argparse.Namespace, seed: int) -> Work:
     source = random.Random(seed)
     vocabulary = int(SHAPES[options.shape]["vocab_size"])
@@ -373,12 +382,8 @@ class Comparison:
 def main() -> int:
     """Every branch in turn; the table is written anew after each figure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--contexts", type=int, default=32)
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--new", type=int, default=64)
+    add_work(parser)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--pool", type=int, default=40 << 30, help="bytes of each engine's pool")
     parser.add_argument(
         "--branches", nargs="+", default=["20-24-suffix", "32-36-suffix", "20-24-context",
         "32-36-context"], help="fork-exit-adapt",

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bench.branch_package import write_random_branch
 from bench.branch_worker import Answered, Setting, Worker
-from bench.gpu_branches import Work, make_work
+from bench.gpu_branches import Work, add_work, make_work
 from lockstep.types import Request
 
 GAP = 0.4  # seconds between arrivals, at most
@@ -83,11 +83,7 @@ def one_round(
 def main() -> int:
     """Both at once, then the writer alone."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", default="qwen3-8b")
-    parser.add_argument("--contexts", type=int, default=32)
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--pool", type=int, default=40 << 30)
+    add_work(parser)
     parser.add_argument("--branch", default="32-36-suffix")
     parser.add_argument("--seconds", type=float, default=140, help="of both at once")
     parser.add_argument("--alone", type=float, default=100, help="seconds of the writer alone")

@@ -39,6 +39,15 @@ SECRET = 6  # characters
 TIMEOUT = 120.0
 # What servers, and proxies before them, say of a server that is not there yet.
 STARTING = frozenset({425, 502, 503, 504})
+MALFORMED = (
+    httpx.HTTPError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
+"""Whatever a foreign server nests where, a field of another kind fails as one of these."""
 
 
 class EndpointError(LockstepError):
@@ -186,14 +195,7 @@ class Endpoint:
             raise NotReady(f"{self.url}/models: timeout") from None
         except httpx.TransportError as error:
             raise NotReady(f"{self.url}/models: {_said(error)}") from None
-        except (
-            httpx.HTTPError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except MALFORMED as error:
             raise EndpointError(f"{self.url}/models: {_said(error)}") from None
         if len(names) != 1:
             kind = EndpointError if names else NotReady  # some list a model once it was asked for

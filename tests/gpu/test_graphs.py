@@ -124,6 +124,18 @@ def test_stops_that_the_host_learns_late(gpu: Backend, tmp_path: Path) -> None:
         assert tokens_of(graphs, requests, sequences=sequences) == expected
 
 
+def on_one_prefix(seed: int) -> list[Request]:
+    """48 requests that begin with the same 1,100 ids, or with 700 of these."""
+    source = random.Random(seed)
+    common = [source.randrange(131) for _ in range(1100)]
+    requests = []
+    for index in range(48):
+        own = [source.randrange(131) for _ in range(source.randint(1, 90))]
+        begun = common[: 1100 if index % 4 else 700]
+        requests.append(Request(f"r{index}", (*begun, *own), SamplingParams()))
+    return plain(requests, 24)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_prefix_that_many_share(gpu: Backend, tmp_path: Path, name: str) -> None:
     oracle = build_oracle(name, max_position_embeddings=2048)
@@ -132,14 +144,7 @@ def test_a_prefix_that_many_share(gpu: Backend, tmp_path: Path, name: str) -> No
         Runner(model, gpu, memory_bytes=256 << 20, max_sequences=64, graphs=on, page_tokens=64)
         for on in (True, False)
     )
-    source = random.Random(9)
-    common = [source.randrange(131) for _ in range(1100)]
-    requests = []
-    for index in range(48):
-        own = [source.randrange(131) for _ in range(source.randint(1, 90))]
-        begun = common[: 1100 if index % 4 else 700]
-        requests.append(Request(f"r{index}", (*begun, *own), SamplingParams()))
-    requests = plain(requests, 24)
+    requests = on_one_prefix(9)
     expected = tokens_of(eager, requests, sequences=3, keep=False)
     assert tokens_of(graphs, requests, sequences=64) == expected
     assert graphs._graphs is not None
@@ -163,14 +168,7 @@ def test_groups_that_are_cut_at_stops(gpu: Backend, tmp_path: Path) -> None:
         for on, some in ((True, branches), (True, []), (False, []))
     )  # fmt: skip
     assert [group.name for group in own_groups(cut.groups)] == ["full:0-2", "full:2-5", "full:5-6"]
-    source = random.Random(3)
-    common = [source.randrange(131) for _ in range(1100)]
-    requests = []
-    for index in range(48):
-        own = [source.randrange(131) for _ in range(source.randint(1, 90))]
-        begun = common[: 1100 if index % 4 else 700]
-        requests.append(Request(f"r{index}", (*begun, *own), SamplingParams()))
-    requests = plain(requests, 24)
+    requests = on_one_prefix(3)
     expected = tokens_of(eager, requests, sequences=3, keep=False)
     for runner in (whole, cut):
         for sequences in (1, 64):

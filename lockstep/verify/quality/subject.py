@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import httpx
 
 from lockstep.types import LockstepError, SamplingParams
-from lockstep.verify.endpoint import Endpoint
+from lockstep.verify.endpoint import MALFORMED, Endpoint
 from lockstep.verify.probe import ProbeRequest
 from lockstep.verify.quality.tasks import Item
 from lockstep.verify.reply import SHOWN, loads, number, refusal
@@ -209,16 +209,7 @@ class HTTPSubject:
                 if status != httpx.codes.OK:
                     raise ValueError(refusal(status, content, 0.0).error)
                 return _of_echo(loads(content), len(item.prompt), len(item.prompt + text))
-            # Whatever a foreign server nests where, a field of another kind fails as one of these.
-            except (
-                httpx.HTTPError,
-                TimeoutError,
-                ValueError,
-                LookupError,
-                TypeError,
-                AttributeError,
-                RecursionError,
-            ) as error:
+            except (TimeoutError, *MALFORMED) as error:
                 said = str(error) or type(error).__name__
                 raise SubjectError(f"{self.name} does not score prompts: {said[:SHOWN]}") from None
 
