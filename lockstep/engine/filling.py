@@ -32,8 +32,8 @@ from lockstep.runner.plan import PageCopy, TokenRun
 from lockstep.types import LockstepError
 
 WORTH_WAITING = 20
-"""A sequence waits for a prefix that another one computes if that saves it at least one
-in this many of the tokens that it would have to compute itself."""
+"""A sequence waits for a prefix that another one computes if that saves it at least one part
+in this many of the work, in rows times layers, that it would have to do itself."""
 
 
 class _Admission(Enum):
@@ -172,9 +172,9 @@ class Filling(Queues):
             runs = runs_of(sequence, sequence.route, start, end, len(draft.runs))
         draft.runs.extend(runs)
         draft.members.extend([sequence] * len(runs))
-        draft.budget -= count  # below 0 where one row is doubled
-        if sequence.route is not None and sequence.route.doubles:
-            draft.budget -= sum(len(run.tokens) for run in runs if run.source is not None)
+        doubles = sequence.route is not None and sequence.route.doubles
+        # Below 0 where a single row is doubled.
+        draft.budget -= sum(len(run.tokens) for run in runs) if doubles else count
         return True
 
     def _plain_runs(self, sequence: Sequence, start: int, end: int) -> list[TokenRun]:
@@ -341,8 +341,11 @@ class Filling(Queues):
             known = self._stands_on(match, other)
             if known is None or not _serves(other.need, need):
                 continue
-            same = known + common_prefix(other.tokens[known:], sequence.tokens[known:])
-            until = min(same, other.shared, limit)
+            most = min(other.shared, limit)
+            if most <= other.computed:
+                continue
+            same = known + common_prefix(other.tokens[known:most], sequence.tokens[known:most])
+            until = min(same, most)
             if until <= other.computed:
                 continue
             behind = until if set(need.lagging) <= set(other.need.writes) else match.behind

@@ -51,7 +51,7 @@ class Queues:
         self.waiting: list[Sequence] = []  # by rank
         self.requests: dict[str, list[Sequence]] = {}  # live ones
         self._stalled = False  # the queue waits for pages or a place, and none came free since
-        self._alone: Sequence | None = None  # see `Scheduler._restart`
+        self._alone: Sequence | None = None  # see `Filling._restart`
         self._next_number = 0
         self._counts = dict.fromkeys(COUNTERS, 0)
 

@@ -241,6 +241,19 @@ def test_context_and_question_share_a_step(tmp_path: Path) -> None:
     assert target.stats().steps == 1
 
 
+@pytest.mark.parametrize("fork", [0, FORK])
+def test_rows_that_are_doubled_count_twice_in_a_step(tmp_path: Path, fork: int) -> None:
+    folder = make_branch(tmp_path, "judge", fork=fork, exit_=EXIT, adapt="context")
+    executor = BranchExecutor(folders=[folder], groups=FULL, num_layers=LAYERS, num_slabs=256)
+    config = BranchOptions(load=(("judge", folder),))
+    target = Engine(executor, SchedulerConfig(max_step_tokens=64), CacheConfig(), branches=config)
+    for index in range(4):
+        target.submit(ask(f"d{index}", [index, *CONTEXT[:40]], QUESTION, "judge"))
+    drain(target)
+    most = max(sum(len(run.tokens) for run in plan.runs) for plan in executor.plans)
+    assert most <= 64 + 1  # the last row of a step may be one that is doubled
+
+
 def test_b01_decisions_and_generation_from_one_engine_at_once(tmp_path: Path) -> None:
     target = judged(tmp_path, "suffix", "context")
     prompts = [[*CONTEXT[: 40 * i], i] for i in range(1, 10)]
